@@ -1,0 +1,210 @@
+"""VEGAS as SGLang's scheduler sees it: predicates, argument defaults, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sgl_vegas.config import DEFAULT_NUM_STEPS, VegasConfig
+from sgl_vegas.selection.policy import build_policy
+from sgl_vegas.sglang_compat import (
+    AttentionArch,
+    CustomSpecAlgo,
+    FutureMap,
+    ServerArgs,
+    SpeculativeAlgorithm,
+    attention_backends_of,
+    disable_cuda_graphs,
+    disable_overlap_on_cpu,
+    resolved_view,
+)
+
+logger = logging.getLogger(__name__)
+
+NAME = "VEGAS"
+ATTENTION_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
+
+
+class VegasSpecAlgo(CustomSpecAlgo):
+    """A plug-in algorithm without a draft model.
+
+    `is_standalone` is what SGLang asks before it builds a verify input without hidden states;
+    `is_eagle` stays false, since it would shift every radix key by one token.
+    """
+
+    def is_standalone(self) -> bool:
+        return True
+
+    # The three methods that the scheduler calls and CustomSpecAlgo lacks.
+    def create_future_map(
+        self,
+        device: Any,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        return FutureMap(
+            device,
+            self,  # pyright: ignore[reportArgumentType]  # duck-typed, as SGLang documents
+            req_to_token_pool,
+            needs_cpu_seq_lens,
+            needs_confidence_relay,
+        )
+
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def handle_server_args(self, server_args: ServerArgs) -> None:
+        """Fill in what VEGAS implies. Called by SGLang after `validate`."""
+        if server_args.speculative_num_steps is None:
+            server_args.speculative_num_steps = DEFAULT_NUM_STEPS
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = server_args.speculative_num_steps + 1
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = 48
+            logger.warning(
+                "Max running requests is reset to 48 for speculative decoding. "
+                "You can override this by explicitly setting --max-running-requests."
+            )
+        if server_args.enable_mixed_chunk:
+            server_args.enable_mixed_chunk = False
+            logger.warning("Mixed chunked prefill is disabled because of using VEGAS.")
+        disable_overlap_on_cpu(server_args)
+        disable_cuda_graphs(server_args)
+
+
+def register() -> None:
+    """Register VEGAS with SGLang, once a process."""
+
+    def create(server_args: ServerArgs) -> type:
+        from sgl_vegas.worker import VegasWorker
+
+        return VegasWorker
+
+    SpeculativeAlgorithm.register(
+        NAME, supports_overlap=True, validate_server_args=validate, spec_class=VegasSpecAlgo
+    )(create)
+
+
+def validate(server_args: ServerArgs) -> None:
+    """Refuse, by name, what VEGAS can't serve.
+
+    Raises:
+        ValueError: naming the flag or model, and what to do instead.
+    """
+    build_policy(VegasConfig.from_env(server_args.speculative_num_steps))
+    view = resolved_view(server_args)
+    for refused, is_asked in _REFUSED_FLAGS.items():
+        if is_asked(view):
+            raise ValueError(f"VEGAS does not support {refused}.")
+    num_steps = server_args.speculative_num_steps or DEFAULT_NUM_STEPS
+    num_draft_tokens = server_args.speculative_num_draft_tokens
+    if num_draft_tokens is not None and num_draft_tokens != num_steps + 1:
+        raise ValueError(
+            f"--speculative-num-draft-tokens ({num_draft_tokens}) must be "
+            f"--speculative-num-steps + 1 ({num_steps + 1}) with VEGAS; leave it out."
+        )
+    _validate_attention(view, server_args.device)
+    _validate_model(server_args)
+
+
+_REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {
+    "--speculative-draft-model-path: it drafts with the target; leave it out": (
+        lambda a: a.speculative_draft_model_path is not None
+    ),
+    "--speculative-eagle-topk other than 1: it drafts a chain; leave it out": (
+        lambda a: a.speculative_eagle_topk not in (None, 1)
+    ),
+    "--speculative-adaptive; set --speculative-num-steps": lambda a: a.speculative_adaptive,
+    "--speculative-token-map; leave it out": lambda a: a.speculative_token_map is not None,
+    "--speculative-accept-threshold-single/-acc other than 1: it would not be lossless": (
+        lambda a: (
+            a.speculative_accept_threshold_single != 1.0
+            or a.speculative_accept_threshold_acc != 1.0
+        )
+    ),
+    "--page-size other than 1": lambda a: a.page_size not in (None, 1),
+    "--enable-dp-attention; use --tp-size or --dp-size": lambda a: a.enable_dp_attention,
+    "--pp-size other than 1; use --tp-size": lambda a: a.pp_size != 1,
+    "decode context parallelism (--dcp-size); use --tp-size": lambda a: (a.dcp_size or 1) != 1,
+    "prefill context parallelism (--attn-cp-size); use --tp-size": (
+        lambda a: (a.attn_cp_size or 1) != 1
+    ),
+    "--disaggregation-mode prefill/decode; serve both phases in one process": (
+        lambda a: a.disaggregation_mode != "null"
+    ),
+    "--enable-hierarchical-cache; leave it out": lambda a: a.enable_hierarchical_cache,
+    "--enable-two-batch-overlap; leave it out": lambda a: a.enable_two_batch_overlap,
+    "--enable-pdmux; leave it out": lambda a: a.enable_pdmux,
+    "--enable-hisparse; VEGAS selects KV itself": lambda a: a.enable_hisparse,
+    "--enable-unified-memory; leave it out": lambda a: a.enable_unified_memory,
+    "LoRA (--enable-lora, --lora-paths); merge the adapter into the model": (
+        lambda a: bool(a.enable_lora or a.lora_paths)
+    ),
+    "--enable-deterministic-inference; use plain decoding for it": (
+        lambda a: a.enable_deterministic_inference
+    ),
+    "--enable-custom-logit-processor; use logit_bias": lambda a: a.enable_custom_logit_processor,
+    "--enable-return-hidden-states; use plain decoding for it": (
+        lambda a: a.enable_return_hidden_states or a.return_hidden_states_mode is not None
+    ),
+    "diffusion models (--dllm-algorithm)": lambda a: a.dllm_algorithm is not None,
+    "--tokenizer-worker-num above 1: SGLang does not load plug-ins in those processes": (
+        lambda a: a.tokenizer_worker_num > 1
+    ),
+    "--use-ray: SGLang does not load plug-ins in Ray actors": lambda a: bool(a.use_ray),
+    "--kv-cache-dtype other than auto: verify and draft would read different numbers": (
+        lambda a: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16")
+    ),
+}
+
+
+def _validate_attention(view: Any, device: str) -> None:
+    allowed = ATTENTION_BACKENDS.get(device)
+    if allowed is None:
+        raise ValueError(f"VEGAS runs on {tuple(ATTENTION_BACKENDS)} devices, not on {device!r}.")
+    prefill, decode = attention_backends_of(view)
+    if prefill != decode:
+        raise ValueError(
+            f"VEGAS uses one attention backend for prefill and verify, got prefill {prefill!r} and "
+            f"decode {decode!r}; set --attention-backend alone."
+        )
+    if prefill is not None and prefill not in allowed:
+        raise ValueError(
+            f"VEGAS does not support --attention-backend {prefill} on {device}; "
+            f"use one of {allowed}."
+        )
+
+
+def _validate_model(server_args: ServerArgs) -> None:
+    model = server_args.get_model_config()
+    name = (model.hf_config.architectures or ["?"])[0]
+    reasons = {
+        "its attention is not multi-head or grouped-query": (
+            model.attention_arch != AttentionArch.MHA
+        ),
+        "it has sliding-window layers": model.is_hybrid_swa,
+        "it is an encoder-decoder": model.is_encoder_decoder,
+        "it takes images or audio": model.is_multimodal,
+        "it has linear-attention or state-space layers": _has_recurrent_layers(
+            model.hf_text_config
+        ),
+        "it has attention sinks": "GptOss" in name,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"VEGAS does not support {name}: {reason}. Serve it without speculation."
+            )
+
+
+def _has_recurrent_layers(text_config: Any) -> bool:
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    return any("full_attention" not in kind for kind in layer_types) or any(
+        hasattr(text_config, name)
+        for name in ("mamba_d_state", "ssm_state_size", "linear_num_key_heads")
+    )

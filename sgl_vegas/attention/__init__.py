@@ -1,0 +1,1 @@
+"""Attention paths: dense (SGLang's own), collect (verify with scores), sparse (drafts)."""

@@ -1,0 +1,21 @@
+"""Entry point of `sglang.srt.plugins`: registers the algorithm and its flags, nothing else."""
+
+from __future__ import annotations
+
+
+def load() -> None:
+    """Register VEGAS with SGLang. Called by SGLang in every process that needs it.
+
+    Raises:
+        SystemExit: where SGLang would swallow the error and later report an unknown algorithm.
+    """
+    try:
+        from sgl_vegas.algorithm import NAME, register
+        from sgl_vegas.config import add_flags, export_flags
+        from sgl_vegas.sglang_compat import hook_cli, is_registered
+
+        if not is_registered(NAME):
+            register()
+            hook_cli(add_flags, export_flags)
+    except Exception as error:
+        raise SystemExit(f"sgl_vegas can't be loaded: {error}") from error

@@ -1,0 +1,160 @@
+"""Every touch-point of sgl_vegas with SGLang, read from and checked against one version.
+
+All other modules take SGLang's names from here, so that an upgrade is a review of this file and
+of `docs/upstream.md`. On another SGLang version the import fails: these names drift between
+releases, and a silent mismatch would corrupt KV or statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sglang
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.arg_groups.speculative_hook import _disable_overlap_schedule_for_cpu
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.observability.req_time_stats import set_time_batch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
+from sglang.srt.speculative.spec_utils import (
+    SIMULATE_ACC_LEN,
+    GrammarTree,
+    build_grammar_vocab_mask,
+    generate_simulated_accept_index,
+    record_stream_each,
+    record_stream_for_v2_verify,
+    spec_stage_span,
+)
+
+SUPPORTED_VERSION = "0.5.17"
+
+if sglang.__version__ != SUPPORTED_VERSION:
+    raise ImportError(
+        f"sgl_vegas works with sglang=={SUPPORTED_VERSION}, found {sglang.__version__}. "
+        f"Install sglang=={SUPPORTED_VERSION}."
+    )
+
+__all__ = [
+    "SIMULATE_ACC_LEN",
+    "AttentionArch",
+    "AttentionBackend",
+    "BaseSpecWorker",
+    "CaptureHiddenMode",
+    "CustomSpecAlgo",
+    "EagleVerifyInput",
+    "ForwardBatch",
+    "ForwardMode",
+    "FutureMap",
+    "GenerationBatchResult",
+    "GrammarTree",
+    "KVWriteLoc",
+    "RadixAttention",
+    "Req",
+    "SamplingBatchInfo",
+    "ScheduleBatch",
+    "ServerArgs",
+    "SpecInput",
+    "SpecInputType",
+    "SpeculativeAlgorithm",
+    "TpModelWorker",
+    "assert_hooks_took",
+    "attention_backends_of",
+    "broadcast_from_first_rank",
+    "build_grammar_vocab_mask",
+    "compute_spec_v2_logprobs",
+    "disable_cuda_graphs",
+    "disable_overlap_on_cpu",
+    "generate_simulated_accept_index",
+    "hook_cli",
+    "is_registered",
+    "record_stream_each",
+    "record_stream_for_v2_verify",
+    "resolved_view",
+    "samples_with_flashinfer",
+    "set_time_batch",
+    "spec_stage_span",
+]
+
+_ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+_FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
+
+
+def is_registered(name: str) -> bool:
+    """Whether SGLang knows the plug-in algorithm `name` in this process."""
+    return get_spec(name) is not None
+
+
+def hook_cli(add_flags: Callable[[Any], None], export_flags: Callable[[Any], None]) -> None:
+    """Let `add_flags(parser)` extend SGLang's command line, and `export_flags(namespace)` see it.
+
+    SGLang has no extension point for flags; its hook registry is the documented way.
+    """
+
+    def after_add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> Any:
+        add_flags(parser)
+        return result
+
+    def around_from_cli_args(original: Callable, cls: type, args: Any) -> Any:
+        export_flags(args)
+        return original(cls, args)
+
+    HookRegistry.register(_ADD_CLI_ARGS, after_add_cli_args, HookType.AFTER)
+    HookRegistry.register(_FROM_CLI_ARGS, around_from_cli_args, HookType.AROUND)
+
+
+def assert_hooks_took() -> None:
+    """Raise if SGLang swallowed an error while applying our hooks (its registry only logs)."""
+    missing = {_ADD_CLI_ARGS, _FROM_CLI_ARGS} - HookRegistry._patched
+    if missing:
+        raise RuntimeError(
+            f"VEGAS: SGLang {sglang.__version__} did not take the hooks {sorted(missing)}; "
+            "see the log for 'Failed to apply hooks'."
+        )
+
+
+def disable_overlap_on_cpu(server_args: ServerArgs) -> None:
+    """As EAGLE does: SGLang's overlap schedule for speculation needs a GPU."""
+    _disable_overlap_schedule_for_cpu(server_args)
+
+
+def disable_cuda_graphs(server_args: ServerArgs) -> None:
+    """Switch both phases' graphs off; the parsed configuration counts, not the old boolean."""
+    server_args.disable_cuda_graph = True
+    if server_args.cuda_graph_config is not None:
+        server_args.cuda_graph_config.decode.backend = GraphBackend.DISABLED
+        server_args.cuda_graph_config.prefill.backend = GraphBackend.DISABLED
+
+
+def samples_with_flashinfer() -> bool:
+    """Whether plain SGLang would sample with FlashInfer, whose filters differ with min-p."""
+    return get_exec().kernel.sampling_backend == "flashinfer"
+
+
+def broadcast_from_first_rank(*tensors: Any) -> None:
+    """Make tensors equal on all tensor-parallel ranks: KV contents must not diverge."""
+    group = get_tp_group()
+    if group.world_size > 1:
+        for tensor in tensors:
+            group.broadcast(tensor, src=0)

@@ -1,0 +1,1 @@
+"""Selected-index tables: which logical positions each request's drafts attend to."""
