@@ -1,0 +1,1 @@
+"""What lets SGLang serve on a machine without a GPU."""
