@@ -1,0 +1,134 @@
+"""The collect path on a paged KV pool, against a float64 loop that knows no pool."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sgl_vegas.attention.collector import Collector
+from sgl_vegas.config import VegasConfig
+from sgl_vegas.selection.policy import SelectionPolicy, build_policy
+from sgl_vegas.tables.request_tables import RequestTable
+
+NUM_LAYERS = 2
+HEADS, KV_HEADS, DIM = 8, 2, 64
+SCALE = 1.7 / math.sqrt(DIM)
+ROWS = [5, 0, 3, 2]
+# The third request fits its budget of 16 and is selected whole.
+SEQ_LENS = [90, 33, 16, 200]
+BUDGETS = [16, 16, 16, 20]
+CONFIG = VegasConfig(sparsity_ratio=0.1, min_tokens=16)
+
+
+class Spy(SelectionPolicy):
+    """Remembers what it was asked, selects what tells layer and request apart."""
+
+    def __init__(self, config: VegasConfig) -> None:
+        super().__init__(config)
+        self.calls: list[tuple[int, bool, int]] = []
+
+    def select(
+        self, layer: int, scores: torch.Tensor | None, seq_len: int, device: torch.device
+    ) -> torch.Tensor:
+        self.calls.append((layer, scores is not None, seq_len))
+        return torch.tensor([seq_len - 1 - layer], device=device)
+
+
+class Pool:
+    """Keys of several requests in permuted slots; every slot that no request owns holds NaN."""
+
+    def __init__(self, num_verified: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [seq_len + num_verified for seq_len in SEQ_LENS]
+        num_slots = sum(lengths) + 50
+        slots = torch.randperm(num_slots, generator=generator)
+        self.req_to_token = torch.zeros(6, 256, dtype=torch.int32)
+        self.caches = [
+            torch.full((num_slots, KV_HEADS, DIM), float("nan")) for _ in range(NUM_LAYERS)
+        ]
+        self.keys_of = [
+            [torch.randn(length, KV_HEADS, DIM, generator=generator) for length in lengths]
+            for _ in range(NUM_LAYERS)
+        ]
+        # What lies behind a request's tokens in its row is left over from an earlier one.
+        self.req_to_token[:] = slots[-50:][torch.randint(50, (6, 256), generator=generator)].int()
+        start = 0
+        for i, (row, length) in enumerate(zip(ROWS, lengths, strict=True)):
+            own = slots[start : start + length]
+            start += length
+            self.req_to_token[row, :length] = own.int()
+            for layer in range(NUM_LAYERS):
+                self.caches[layer][own] = self.keys_of[layer][i]
+        num_queries = 2 if num_verified else 1
+        self.queries = [
+            torch.randn(len(ROWS), num_queries, HEADS, DIM, generator=generator) * 2
+            for _ in range(NUM_LAYERS)
+        ]
+
+
+def weights_of(queries: torch.Tensor, keys: torch.Tensor, visible: list[int], seq_len: int):
+    """Mean softmax weight of each of the first `seq_len` entries, float64, a head at a time."""
+    total = torch.zeros(seq_len, dtype=torch.float64)
+    for i, length in enumerate(visible):
+        for h in range(HEADS):
+            k = keys[:length, h // (HEADS // KV_HEADS)].double()
+            logits = (k * queries[i, h].double()).sum(-1) * SCALE
+            weights = logits.exp() / logits.exp().sum()
+            total += weights[:seq_len]
+    return total / (len(visible) * HEADS)
+
+
+def collect(policy: SelectionPolicy, pool: Pool, num_verified: int) -> list[RequestTable]:
+    collector = Collector(policy, pool.req_to_token, ROWS, SEQ_LENS, num_verified)
+    for layer in range(NUM_LAYERS):
+        collector.collect(layer, pool.queries[layer], pool.caches[layer], SCALE)
+    return collector.tables()
+
+
+@pytest.mark.parametrize("num_verified", [0, 2, 7])
+def test_vegas_selects_by_the_first_and_last_query(num_verified: int) -> None:
+    pool = Pool(num_verified, seed=num_verified)
+    tables = collect(build_policy(CONFIG), pool, num_verified)
+    for i, (table, seq_len, budget) in enumerate(zip(tables, SEQ_LENS, BUDGETS, strict=True)):
+        # A prefill's last query sits at the end of the prompt; a verify pass's first query is the
+        # first verified token, and its last one the last.
+        visible = [seq_len + 1, seq_len + num_verified] if num_verified else [seq_len]
+        assert table.base == seq_len
+        assert table.positions.shape == (NUM_LAYERS, budget)
+        assert table.positions.dtype == torch.int32
+        for layer in range(NUM_LAYERS):
+            weights = weights_of(pool.queries[layer][i], pool.keys_of[layer][i], visible, seq_len)
+            ordered, order = weights.sort(descending=True)
+            if budget < seq_len:  # rounding may not decide the set
+                assert float(ordered[budget - 1] - ordered[budget]) > 1e-8
+            assert sorted(table.positions[layer].tolist()) == sorted(order[:budget].tolist())
+
+
+def test_layers_and_requests_are_not_mixed_up() -> None:
+    policy = Spy(CONFIG)
+    tables = collect(policy, Pool(4, seed=1), 4)
+    expected = [(layer, False, seq_len) for layer in range(NUM_LAYERS) for seq_len in SEQ_LENS]
+    assert policy.calls == expected
+    for table, seq_len in zip(tables, SEQ_LENS, strict=True):
+        assert table.base == seq_len
+        assert table.positions.tolist() == [[seq_len - 1], [seq_len - 2]]
+
+
+def test_scores_are_collected_only_where_they_are_read() -> None:
+    policy = Spy(CONFIG)
+    policy.needs_scores = True
+    collect(policy, Pool(4, seed=2), 4)
+    by_length = {seq_len: had for _, had, seq_len in policy.calls}
+    assert by_length == {90: True, 33: True, 16: False, 200: True}
+
+
+def test_streaming_needs_no_queries() -> None:
+    pool = Pool(3, seed=3)
+    for queries in pool.queries:
+        queries.fill_(float("nan"))
+    tables = collect(build_policy(VegasConfig(6, 0.1, 16, None, "streaming")), pool, 3)
+    for table, seq_len, budget in zip(tables, SEQ_LENS, BUDGETS, strict=True):
+        expected = [*range(4), *range(seq_len - budget + 4, seq_len)]
+        assert table.positions.tolist() == [expected] * NUM_LAYERS
