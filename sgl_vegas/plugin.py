@@ -1,4 +1,4 @@
-"""Entry point of `sglang.srt.plugins`: registers the algorithm and its flags, nothing else."""
+"""Entry point of `sglang.srt.plugins`: registers the algorithm, its flags and hooks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ def load() -> None:
     try:
         from sgl_vegas.algorithm import NAME, register
         from sgl_vegas.config import add_flags, export_flags
-        from sgl_vegas.sglang_compat import hook_cli, is_registered
+        from sgl_vegas.sglang_compat import hook_cli, hook_draft_kv_pool, is_registered
 
         if not is_registered(NAME):
             register()
             hook_cli(add_flags, export_flags)
+            hook_draft_kv_pool(NAME)
     except Exception as error:
         raise SystemExit(f"sgl_vegas can't be loaded: {error}") from error

@@ -88,6 +88,7 @@ __all__ = [
     "disable_overlap_on_cpu",
     "generate_simulated_accept_index",
     "hook_cli",
+    "hook_draft_kv_pool",
     "is_registered",
     "record_stream_each",
     "record_stream_for_v2_verify",
@@ -99,6 +100,7 @@ __all__ = [
 
 _ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 _FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
+_GET_DRAFT_KV_POOL = "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 
 
 def is_registered(name: str) -> bool:
@@ -124,9 +126,23 @@ def hook_cli(add_flags: Callable[[Any], None], export_flags: Callable[[Any], Non
     HookRegistry.register(_FROM_CLI_ARGS, around_from_cli_args, HookType.AROUND)
 
 
+def hook_draft_kv_pool(algorithm: str) -> None:
+    """Tell SGLang that `algorithm` has no draft KV pool: it drafts in the target's.
+
+    At start SGLang asks every worker but NGRAM's for the pool of its draft model.
+    """
+
+    def around_get_draft_kv_pool(original: Callable, **kwargs: Any) -> Any:
+        if kwargs["spec_algorithm"].name == algorithm:
+            return None
+        return original(**kwargs)
+
+    HookRegistry.register(_GET_DRAFT_KV_POOL, around_get_draft_kv_pool, HookType.AROUND)
+
+
 def assert_hooks_took() -> None:
     """Raise if SGLang swallowed an error while applying our hooks (its registry only logs)."""
-    missing = {_ADD_CLI_ARGS, _FROM_CLI_ARGS} - HookRegistry._patched
+    missing = {_ADD_CLI_ARGS, _FROM_CLI_ARGS, _GET_DRAFT_KV_POOL} - HookRegistry._patched
     if missing:
         raise RuntimeError(
             f"VEGAS: SGLang {sglang.__version__} did not take the hooks {sorted(missing)}; "
