@@ -1,4 +1,4 @@
-"""FlashInfer's sparse decode, as drafts use it, against float64 attention over the same index lists."""
+"""FlashInfer's sparse decode, as drafts use it, against float64 attention over the same lists."""
 
 from __future__ import annotations
 

@@ -1,0 +1,190 @@
+"""Does VEGAS give plain SGLang's greedy text, and how fast is it?
+
+Starts plain SGLang and VEGAS one after the other on this machine's device, sends both the parity
+prompts of the tests (alone, then four at once) and times decoding. Where a text differs, the gap
+between plain SGLang's two best tokens at the first difference tells a near-tie from an error.
+
+    python benchmark/parity.py --model-path M [--num-steps 7] [--out benchmark/results/X.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.prompts import acceptance_prompts, load_tokenizer, parity_prompts  # noqa: E402
+from tests.server_process import Server, has_cuda, launch_server  # noqa: E402
+
+NEW_TOKENS = 128
+
+
+def answers(server: Server, prompts: list, batch_size: int) -> list[dict[str, Any]]:
+    """Greedy answers with each token's two best log-probabilities, `batch_size` at a time."""
+    results = []
+    for start in range(0, len(prompts), batch_size):
+        ids = [list(prompt.ids) for prompt in prompts[start : start + batch_size]]
+        reply = server.post(
+            "/generate",
+            {
+                "input_ids": ids,
+                "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS},
+                "return_logprob": True,
+                "top_logprobs_num": 2,
+            },
+        )
+        results += reply
+        print(f"\r  {len(results)}/{len(prompts)} answers, {batch_size} at a time", end="")
+    print()
+    return [
+        {
+            "ids": reply["output_ids"],
+            "logprobs": [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]],
+            "gaps": [best[0][0] - best[1][0] for best in reply["meta_info"]["output_top_logprobs"]],
+            "accept_length": reply["meta_info"].get("spec_accept_length"),
+        }
+        for reply in results
+    ]
+
+
+def decode_rates(server: Server, prompts: list) -> dict[str, dict[str, float]]:
+    """Tokens a second of decoding, prompts in the prefix cache, the better of two runs."""
+    rates = {}
+    for batch_size in (1, len(prompts)):
+        ids = [list(prompt.ids) for prompt in prompts[:batch_size]]
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        best, reply = 0.0, []
+        for _ in range(3):  # the first fills the prefix cache
+            started = time.perf_counter()
+            reply = server.generate(ids, **sampling)
+            best = max(best, batch_size * NEW_TOKENS / (time.perf_counter() - started))
+        lengths = [r["meta_info"].get("spec_accept_length") for r in reply]
+        rates[f"batch_{batch_size}"] = {
+            "tokens_per_second": best,
+            "accept_length": sum(lengths) / len(lengths) if all(lengths) else 1.0,
+        }
+        print(f"  batch {batch_size}: {best:.1f} tokens/s")
+    return rates
+
+
+def compare(plain: dict, vegas: dict, name: str) -> dict[str, Any]:
+    """Where two answers part, and how near a tie plain SGLang was there."""
+    length = min(len(plain["ids"]), len(vegas["ids"]))
+    first = next((i for i in range(length) if plain["ids"][i] != vegas["ids"][i]), None)
+    same = length if first is None else first
+    return {
+        "prompt": name,
+        "tokens": length,
+        "same_tokens": same,
+        "first_difference": first,
+        "gap_at_first_difference": None if first is None else plain["gaps"][first],
+        "max_logprob_difference_before": max(
+            (
+                abs(a - b)
+                for a, b in zip(plain["logprobs"][:same], vegas["logprobs"][:same], strict=True)
+            ),
+            default=0.0,
+        ),
+        "same_length": len(plain["ids"]) == len(vegas["ids"]),
+        "accept_length": vegas["accept_length"],
+    }
+
+
+def measure(options: argparse.Namespace, algorithm: str | None, log: Path) -> dict[str, Any]:
+    tokenizer = load_tokenizer(options.model_path)
+    prompts = parity_prompts(tokenizer)
+    extra = list(options.server_args)
+    if algorithm:
+        extra += ["--speculative-num-steps", str(options.num_steps)]
+    print(f"{algorithm or 'plain SGLang'}: starting")
+    with launch_server(
+        options.model_path, algorithm=algorithm, extra_args=extra, log_path=log
+    ) as server:
+        alone = answers(server, prompts, 1)
+        server.flush_cache()
+        together = answers(server, prompts, 4)
+        rates = decode_rates(server, acceptance_prompts(tokenizer))
+    return {"alone": alone, "together": together, "rates": rates, "prompts": prompts}
+
+
+def device_name() -> str:
+    if not has_cuda():
+        return "CPU"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--num-steps", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--commit", default=None, help="where there is no git repository")
+    parser.add_argument("server_args", nargs="*", help="flags for both servers, behind --")
+    options = parser.parse_args()
+    plain = measure(options, None, options.log_dir / "parity_plain.log")
+    vegas = measure(options, "VEGAS", options.log_dir / "parity_vegas.log")
+    report: dict[str, Any] = {
+        "device": device_name(),
+        "commit": options.commit or commit(),
+        "model": Path(options.model_path).name,
+        "num_steps": options.num_steps,
+        "server_args": options.server_args,
+    }
+    # Plain SGLang against itself at another batch size: the differences rounding alone makes.
+    runs = {
+        "vegas_alone": (plain["alone"], vegas["alone"]),
+        "vegas_four_at_once": (plain["together"], vegas["together"]),
+        "plain_alone_against_four_at_once": (plain["alone"], plain["together"]),
+    }
+    print(f"{'run':34} {'prompts':>7} {'differ':>6} {'tokens':>6} {'differ':>6} {'max gap':>8}")
+    for name, (left, right) in runs.items():
+        pairs = zip(left, right, plain["prompts"], strict=True)
+        cases = [compare(a, b, prompt.name) for a, b, prompt in pairs]
+        parted = [case for case in cases if case["first_difference"] is not None]
+        gaps = [case["gap_at_first_difference"] for case in parted]
+        report[name] = {
+            "prompts": len(cases),
+            "prompts_that_differ": len(parted),
+            "tokens": sum(case["tokens"] for case in cases),
+            "tokens_after_a_difference": sum(c["tokens"] - c["same_tokens"] for c in cases),
+            "largest_gap_at_first_difference": max(gaps, default=0.0),
+            "cases": cases,
+        }
+        row = report[name]
+        print(
+            f"{name:34} {row['prompts']:7} {row['prompts_that_differ']:6} {row['tokens']:6} "
+            f"{row['tokens_after_a_difference']:6} {row['largest_gap_at_first_difference']:8.4f}"
+        )
+    report["rates"] = {"plain": plain["rates"], "vegas": vegas["rates"]}
+    for batch, rate in vegas["rates"].items():
+        base = plain["rates"][batch]["tokens_per_second"]
+        print(
+            f"{batch}: VEGAS {rate['tokens_per_second']:.1f} tokens/s, plain {base:.1f}, "
+            f"ratio {rate['tokens_per_second'] / base:.2f}, "
+            f"{rate['accept_length']:.2f} tokens an iteration"
+        )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()
