@@ -69,3 +69,9 @@ def test_importing_the_package_is_cheap() -> None:
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
     )
     assert result.stdout.split() == ["sgl_vegas"]
+
+
+@pytest.mark.parametrize("folder", ["kernels", "patches"])
+def test_source_folder_is_no_package(folder: str) -> None:
+    """Run from the repository root, `kernels` would hide the package that transformers uses."""
+    assert not (ROOT / folder / "__init__.py").exists()
