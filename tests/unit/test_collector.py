@@ -28,11 +28,13 @@ class Spy(SelectionPolicy):
     def __init__(self, config: VegasConfig) -> None:
         super().__init__(config)
         self.calls: list[tuple[int, bool, int]] = []
+        self.scores: list[torch.Tensor | None] = []
 
     def select(
         self, layer: int, scores: torch.Tensor | None, seq_len: int, device: torch.device
     ) -> torch.Tensor:
         self.calls.append((layer, scores is not None, seq_len))
+        self.scores.append(scores)
         return torch.tensor([seq_len - 1 - layer], device=device)
 
 
@@ -122,6 +124,28 @@ def test_scores_are_collected_only_where_they_are_read() -> None:
     collect(policy, Pool(4, seed=2), 4)
     by_length = {seq_len: had for _, had, seq_len in policy.calls}
     assert by_length == {90: True, 33: True, 16: False, 200: True}
+
+
+@pytest.mark.parametrize("num_verified", [0, 2, 7])
+def test_the_policy_sees_exact_scores(num_verified: int) -> None:
+    """An entry too few or too many moves all weights of a query, but seldom their order."""
+    pool, policy = Pool(num_verified, seed=4), Spy(CONFIG)
+    policy.needs_scores = True
+    collect(policy, pool, num_verified)
+    for (layer, _, seq_len), scores in zip(policy.calls, policy.scores, strict=True):
+        if scores is None:
+            continue
+        i, kv_len = SEQ_LENS.index(seq_len), seq_len + num_verified
+        visible = [seq_len + 1, kv_len] if num_verified else [seq_len]
+        assert scores.shape == (len(visible), HEADS, kv_len)
+        for query, length in enumerate(visible):
+            for h in range(HEADS):
+                keys = pool.keys_of[layer][i][:length, h // (HEADS // KV_HEADS)].double()
+                expected = (keys * pool.queries[layer][i, query, h].double()).sum(-1) * SCALE
+                torch.testing.assert_close(
+                    scores[query, h, :length].double(), expected, rtol=0, atol=1e-5
+                )
+                assert bool(scores[query, h, length:].isneginf().all())
 
 
 def test_streaming_needs_no_queries() -> None:
