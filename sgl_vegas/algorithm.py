@@ -204,7 +204,7 @@ def _validate_model(server_args: ServerArgs) -> None:
 
 def _has_recurrent_layers(text_config: Any) -> bool:
     layer_types = getattr(text_config, "layer_types", None) or ()
-    return any("full_attention" not in kind for kind in layer_types) or any(
+    return any(kind in ("linear_attention", "mamba", "recurrent") for kind in layer_types) or any(
         hasattr(text_config, name)
         for name in ("mamba_d_state", "ssm_state_size", "linear_num_key_heads")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from sgl_vegas.sglang_compat import RadixAttention
+from sgl_vegas.sglang_compat import AttentionType, RadixAttention
 
 
 def attention_layers(model: nn.Module) -> list[RadixAttention]:
@@ -26,6 +26,7 @@ def attention_layers(model: nn.Module) -> list[RadixAttention]:
         reasons = {
             "a sliding window": layer.sliding_window_size > -1,
             "cross-attention": layer.is_cross_attention,
+            "attention that is not causal": layer.attn_type != AttentionType.DECODER,
             "soft-capped logits": layer.logit_cap > 0,
             "value heads of another size": layer.v_head_dim != layer.qk_head_dim,
             "another logit scale than layer 0": layer.scaling != layers[0].scaling,

@@ -17,7 +17,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -60,6 +60,7 @@ __all__ = [
     "SIMULATE_ACC_LEN",
     "AttentionArch",
     "AttentionBackend",
+    "AttentionType",
     "BaseSpecWorker",
     "CaptureHiddenMode",
     "CustomSpecAlgo",

@@ -174,7 +174,9 @@ class PenaltyTracker:
         mask = torch.zeros((len(reqs), self.vocab_size), dtype=torch.bool)
         for row, req in enumerate(reqs):
             if req.sampling_params.min_new_tokens > 0:
-                mask[row, sorted(_stop_tokens(req))] = True
+                # SGLang ignores ids outside the vocabulary, such as an added end token.
+                stop = [token for token in _stop_tokens(req) if 0 <= token < self.vocab_size]
+                mask[row, stop] = True
         return mask.to(self.device)
 
 

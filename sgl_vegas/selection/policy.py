@@ -36,7 +36,7 @@ class SelectionPolicy(ABC):
             scores: (num_queries, num_heads, seq_len + t) float32, scaled pre-softmax logits of the
                 collected queries over every KV entry, `-inf` where a query may not look. One query
                 after prefill (t = 0), two after verify (t = num_draft_tokens). None unless
-                `needs_scores`.
+                `needs_scores`, and where the whole context is within the budget.
             seq_len: number of positions to choose from: those before the first verified token.
             device: where the result must lie.
 
@@ -70,7 +70,7 @@ def build_policy(config: VegasConfig) -> SelectionPolicy:
     module_name, _, class_name = config.policy.partition(":")
     try:
         policy = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"--vegas-policy {config.policy!r} can't be loaded: {error}.") from error
     if not (isinstance(policy, type) and issubclass(policy, SelectionPolicy)):
         raise ValueError(f"--vegas-policy {config.policy!r} is not a SelectionPolicy.")
