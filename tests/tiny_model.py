@@ -1,0 +1,35 @@
+"""A Llama of two layers with random weights: small enough to know its distribution exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 96
+
+
+def make_tiny_model(folder: Path) -> LlamaForCausalLM:
+    """Save the model to `folder` in float32 and give it in float64.
+
+    Weights are large enough that attention is far from uniform, so that sparse drafts go wrong.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return model.double().eval()
