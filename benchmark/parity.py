@@ -130,7 +130,7 @@ def commit() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Parity and decode rate of VEGAS.")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--num-steps", type=int, default=7)
     parser.add_argument("--out", type=Path)

@@ -163,8 +163,8 @@ _REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _validate_attention(view: Any, device: str) -> None:
-    allowed = ATTENTION_BACKENDS.get(device)
+def _validate_attention(view: Any, device: str | None) -> None:
+    allowed = ATTENTION_BACKENDS.get(device or "cuda")
     if allowed is None:
         raise ValueError(f"VEGAS runs on {tuple(ATTENTION_BACKENDS)} devices, not on {device!r}.")
     prefill, decode = attention_backends_of(view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,7 +69,8 @@ def draft(
         forward_batch.out_cache_loc = cache_locs[:, step].contiguous()
         forward_batch.positions = batch.seq_lens + step
         draft_input.step_indices = indices.at_step(step)
-        logits = target_worker.model_runner.forward(forward_batch).logits_output.next_token_logits
+        output: Any = target_worker.model_runner.forward(forward_batch).logits_output
+        logits = output.next_token_logits
         rules.apply_(logits)
         token = logits.argmax(dim=-1)
         if not rules.rows.is_all_greedy:

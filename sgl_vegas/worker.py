@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -57,9 +57,9 @@ class VegasWorker(BaseSpecWorker):
         super().__init__()
         assert_hooks_took()
         self.server_args = server_args
-        self.device = server_args.device
+        self.device: Any = server_args.device
         self._target_worker = target_worker
-        self.model_runner = target_worker.model_runner
+        self.model_runner: Any = target_worker.model_runner
         self.config = VegasConfig.from_env(server_args.speculative_num_steps)
         self.policy = build_policy(self.config)
         # SGLang's metrics read these two.
@@ -142,7 +142,7 @@ class VegasWorker(BaseSpecWorker):
         draft_input: Any = batch.spec_info
         assert isinstance(draft_input, VegasDraftInput) and draft_input.bonus_tokens is not None
         bonus_tokens = draft_input.bonus_tokens.long()
-        rows = [req.req_pool_idx for req in batch.reqs]
+        rows = _rows(batch)
         seq_lens = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
         req_to_token = self.model_runner.req_to_token_pool.req_to_token
         steps = torch.arange(self.config.num_draft_tokens, device=self.device)
@@ -192,8 +192,13 @@ class VegasWorker(BaseSpecWorker):
     def _keep_tables(self, batch: ScheduleBatch) -> None:
         """Replace the batch's tables by those of the pass that just ran."""
         tables = self.backend.take_tables()
-        for row, req in enumerate(batch.reqs):
+        for index, row in enumerate(_rows(batch)):
             if tables is None:
-                self.tables.drop(req.req_pool_idx)
+                self.tables.drop(row)
             else:
-                self.tables.put(req.req_pool_idx, tables[row])
+                self.tables.put(row, tables[index])
+
+
+def _rows(batch: ScheduleBatch) -> list[int]:
+    """Request-pool rows of a batch, on the host."""
+    return [cast(int, req.req_pool_idx) for req in batch.reqs]

@@ -72,7 +72,7 @@ class VegasAttentionBackend(AttentionBackend):
             assert spec_info.step_indices is not None
             self.draft_kernel.plan(spec_info.step_indices)
             return
-        is_verify = forward_batch.forward_mode.is_target_verify()
+        is_verify = isinstance(spec_info, EagleVerifyInput)
         if self.dense_can_verify or not is_verify:
             self.dense.init_forward_metadata(forward_batch)
         self._seq_lens = self._host_seq_lens(forward_batch)
@@ -128,7 +128,8 @@ class VegasAttentionBackend(AttentionBackend):
                 rows = queries.unflatten(0, (len(self._seq_lens), -1))
                 picked = rows[:, [0, -1]]
             else:
-                picked = queries[forward_batch.extend_seq_lens.cumsum(0) - 1].unsqueeze(1)
+                extend_seq_lens: Any = forward_batch.extend_seq_lens
+                picked = queries[extend_seq_lens.cumsum(0) - 1].unsqueeze(1)
             k_cache, _ = self._kv_cache(layer)
             self._collector.collect(layer.layer_id, picked, k_cache, layer.scaling)
         return output

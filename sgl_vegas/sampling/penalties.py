@@ -55,7 +55,7 @@ class PenaltyRows:
         Args:
             draft_tokens: (n, gamma) int64.
         """
-        states = [self]
+        states: list[PenaltyRows] = [self]
         for step in range(draft_tokens.shape[1]):
             states.append(states[-1].after(draft_tokens[:, step]))
         width = len(states)
@@ -191,7 +191,7 @@ def _has_penalty(params: Any) -> bool:
 
 def _stop_tokens(req: Any) -> set[int]:
     """The tokens that SGLang's own min-new-tokens penalty forbids."""
-    tokens = set(req.sampling_params.stop_token_ids or ())
+    tokens: set[int] = set(req.sampling_params.stop_token_ids or ())
     if req.tokenizer is not None:
         tokens |= set(req.tokenizer.additional_stop_token_ids or ())
         if req.tokenizer.eos_token_id is not None:
