@@ -12,11 +12,17 @@ def load() -> None:
     try:
         from sgl_vegas.algorithm import NAME, register
         from sgl_vegas.config import add_flags, export_flags
-        from sgl_vegas.sglang_compat import hook_cli, hook_draft_kv_pool, is_registered
+        from sgl_vegas.sglang_compat import (
+            hook_cli,
+            hook_draft_kv_pool,
+            hook_row_width,
+            is_registered,
+        )
 
         if not is_registered(NAME):
             register()
             hook_cli(add_flags, export_flags)
             hook_draft_kv_pool(NAME)
+            hook_row_width(NAME)
     except Exception as error:
         raise SystemExit(f"sgl_vegas can't be loaded: {error}") from error

@@ -22,6 +22,7 @@ from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.forward_batch_info import (
@@ -90,6 +91,7 @@ __all__ = [
     "generate_simulated_accept_index",
     "hook_cli",
     "hook_draft_kv_pool",
+    "hook_row_width",
     "is_registered",
     "record_stream_each",
     "record_stream_for_v2_verify",
@@ -102,6 +104,8 @@ __all__ = [
 _ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 _FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 _GET_DRAFT_KV_POOL = "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
+_EXTRA_CONTEXT_LEN = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+_HOOKED = {_ADD_CLI_ARGS, _FROM_CLI_ARGS, _GET_DRAFT_KV_POOL, _EXTRA_CONTEXT_LEN}
 
 
 def is_registered(name: str) -> bool:
@@ -141,9 +145,25 @@ def hook_draft_kv_pool(algorithm: str) -> None:
     HookRegistry.register(_GET_DRAFT_KV_POOL, around_get_draft_kv_pool, HookType.AROUND)
 
 
+def hook_row_width(algorithm: str) -> None:
+    """Widen the `req_to_token` rows of `algorithm` by what a decode step may allocate.
+
+    SGLang allocates 2 * num_draft_tokens slots past a request's committed length, but widens rows
+    by num_draft_tokens + 4 only: at the context limit the rest lands in the next request's row.
+    It goes unseen with EAGLE, whose requests must stay num_draft_tokens below the limit.
+    """
+
+    def after_extra_context_len(result: int, server_args: ServerArgs) -> int:
+        if server_args.speculative_algorithm != algorithm:
+            return result
+        return max(result, get_alloc_reserve_per_decode(server_args))
+
+    HookRegistry.register(_EXTRA_CONTEXT_LEN, after_extra_context_len, HookType.AFTER)
+
+
 def assert_hooks_took() -> None:
     """Raise if SGLang swallowed an error while applying our hooks (its registry only logs)."""
-    missing = {_ADD_CLI_ARGS, _FROM_CLI_ARGS, _GET_DRAFT_KV_POOL} - HookRegistry._patched
+    missing = _HOOKED - HookRegistry._patched
     if missing:
         raise RuntimeError(
             f"VEGAS: SGLang {sglang.__version__} did not take the hooks {sorted(missing)}; "
