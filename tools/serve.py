@@ -1,20 +1,20 @@
-"""Serve a model from a clone: start SGLang, say where it answers, show its log, stop it cleanly.
+"""Serve a model with VEGAS and say how to try it: what `make serve` runs once the model is there.
 
-    python -m tools.serve [--algorithm VEGAS] [--model-path M] [--port 30000] [-- SGLANG FLAGS]
-
-`make serve` calls this once it has made the environment and the model.
+python tools/serve.py --model-path MODEL [--algorithm VEGAS] [--port 30000] [SGLang's own flags]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
+import threading
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.server_process import (
     Server,
@@ -24,107 +24,91 @@ from tests.server_process import (
     stop,
     wait_until_healthy,
 )
-from tools.prepare_model import default_folder
 
-PROGRESS_INTERVAL_S = 5
-LOG_POLL_S = 0.5
-
-READY = """
-{name} answers at {url}. Try it:
-
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "default", "max_tokens": 100, \\
-         "messages": [{{"role": "user", "content": "Name three rivers of France."}}]}}'
-"""
-ACCEPTANCE = """
-Tokens accepted per verification:
-  all requests  `accept len` in the log lines below, or spec_accept_length in {url}/metrics
-  one request   meta_info.spec_accept_length in the answer of
-                curl {url}/generate -H 'Content-Type: application/json' -d '{{"text": "Once"}}'
-"""
+START_DEADLINE_S = 1800  # a large model may have to be read from a slow disk
 
 
-def check_port(port: int) -> None:
-    """Raise SystemExit if the port is taken: its owner's answers would be mistaken for ours."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SystemExit(
-                f"Port {port} can't be used ({error.strerror}). Set another."
-            ) from None
+def usage(server: Server, algorithm: str) -> str:
+    """What to type, and where to look, once the server answers."""
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Write a short story about a lighthouse."}],
+        "max_tokens": 200,
+    }
+    own_body = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 100}}
+    lines = [
+        "",
+        f"Ready: {server.url}   (log: {server.log_path}; Ctrl-C stops it)",
+        "Try it:",
+        _curl(server.url + "/v1/chat/completions", body),
+    ]
+    if algorithm:
+        lines += [
+            f"Acceptance of {algorithm}, in tokens an iteration:",
+            "  - the decode lines below: 'accept len'",
+            "  - each answer of /generate: meta_info.spec_accept_length, as in",
+            "  " + _curl(server.url + "/generate", own_body),
+            f"  - {server.url}/metrics: sglang:spec_accept_length",
+        ]
+    return "\n".join([*lines, ""])
 
 
-def show_progress(server: Server, process: subprocess.Popen[bytes]) -> float:
-    """Print a line every few seconds until the server is healthy; return the seconds it took."""
-    started = shown = time.monotonic()
-    for waited in wait_until_healthy(server, process):
-        if time.monotonic() - shown >= PROGRESS_INTERVAL_S:
-            shown = time.monotonic()
-            last = [line for line in server.log().splitlines() if line.strip()][-1:]
-            print(f"  {waited:3.0f} s  {last[0][:100] if last else ''}", flush=True)
-    return time.monotonic() - started
+def _curl(url: str, body: dict) -> str:
+    data = shlex.quote(json.dumps(body))
+    return f"  curl -s {url} -H 'Content-Type: application/json' -d {data}"
 
 
-def follow_log(server: Server, process: subprocess.Popen[bytes]) -> int:
-    """Print what the server logs from now on, until it ends; return its status."""
-    with server.log_path.open(errors="replace") as log:
-        log.seek(0, 2)
+def copy_log(log_path: Path, stopped: threading.Event) -> None:
+    """Copy what the server logs to standard output until `stopped`, and then the rest."""
+    with log_path.open(errors="replace") as log:
         while True:
-            status = process.poll()
-            for line in log:
-                print(line, end="", flush=True)
-            if status is not None:
-                return status
-            time.sleep(LOG_POLL_S)
+            ending = stopped.wait(0.5)
+            sys.stdout.write(log.read())
+            sys.stdout.flush()
+            if ending:
+                return
 
 
-def serve(algorithm: str | None, model_path: Path, port: int, extra_args: list[str]) -> int:
-    """Run the server until it ends or this process is told to end."""
-    check_port(port)
-    log_path = Path(tempfile.mkstemp(prefix="sgl-vegas-", suffix=".log")[1])
-    command = server_command(model_path, algorithm, port, ["--enable-metrics", *extra_args])
-    name = f"{model_path.name} with {algorithm or 'plain SGLang'}"
-    print(f"Starting {name}; log in {log_path}:\n  {' '.join(command)}", flush=True)
-    process = start(command, {}, log_path)
+def serve(command: list[str], server: Server, algorithm: str) -> int:
+    """Run until the server ends or Ctrl-C; returns the exit status."""
+    process = start(command, {}, server.log_path)
+    stopped = threading.Event()
+    follower = threading.Thread(target=copy_log, args=(server.log_path, stopped))
     try:
-        server = Server(f"http://127.0.0.1:{port}", log_path)
-        seconds = show_progress(server, process)
-        print(f"Ready after {seconds:.0f} s.", READY.format(name=name, url=server.url))
-        if algorithm:
-            print(ACCEPTANCE.format(url=server.url))
-        print("Ctrl-C stops it. Its log from here on:\n", flush=True)
-        return follow_log(server, process)
+        for waited in wait_until_healthy(server, process, START_DEADLINE_S):
+            last_line = (server.log().splitlines() or [""])[-1]
+            print(f"\r\033[K{waited:4.0f} s  {last_line[:90]}", end="", flush=True)
+        print("\r\033[K" + usage(server, algorithm), flush=True)
+        follower.start()
+        return process.wait()
     except ServerStartError as error:
-        raise SystemExit(str(error)) from None
-    finally:
-        print("Stopping the server.", flush=True)
-        stop(process)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve a model with VEGAS or plain SGLang.")
-    parser.add_argument(
-        "--algorithm", default="VEGAS", help="empty for plain SGLang; default: %(default)s"
-    )
-    parser.add_argument(
-        "--model-path", type=Path, default=default_folder(), help="default: %(default)s"
-    )
-    parser.add_argument("--port", type=int, default=30000, help="default: %(default)s")
-    parser.add_argument("sglang_flags", nargs="*", metavar="SGLANG FLAGS", help="after --")
-    options = parser.parse_args()
-
-    # Like Ctrl-C, so that the server is stopped too when only this process is told to end.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-    try:
-        status = serve(
-            options.algorithm or None, options.model_path, options.port, options.sglang_flags
-        )
+        print(f"\n{error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        status = 0
-    sys.exit(status)
+        print("\nStopping.")
+        return 0
+    finally:
+        stop(process)
+        stopped.set()
+        if follower.ident is not None:
+            follower.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--algorithm", default="VEGAS", help="empty for plain SGLang")
+    parser.add_argument("--port", type=int, default=30000)
+    asked, sglang_flags = parser.parse_known_args()
+    # `kill` ends the server too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    command = server_command(
+        asked.model_path, asked.algorithm or None, asked.port, ["--enable-metrics", *sglang_flags]
+    )
+    print(shlex.join(command), flush=True)
+    log_path = Path(tempfile.mkdtemp(prefix="sgl-vegas-")) / "server.log"
+    return serve(command, Server(f"http://127.0.0.1:{asked.port}", log_path), asked.algorithm)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,22 +8,18 @@ target's here: the drafts attend to a handful of positions.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
-from tests.conftest import ServerSlot
-from tests.server_process import Server, launch_server
-from tests.tiny_model import VOCAB_SIZE, make_tiny_model
+from tests.server_process import Server
+from tests.tiny_model import BATCH, VOCAB_SIZE
 
 pytestmark = pytest.mark.server
 
-NUM_STEPS = 3
 NUM_DRAWS = 3072
-BATCH = 64
 NEW_TOKENS = 5
 # Some thirty tests a run: less than one false alarm in thirty thousand runs.
 LEVEL = 1e-6
@@ -32,26 +28,6 @@ MIN_GROUP = 400
 PROMPT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(120)]
 
 Exact = Any
-
-
-@pytest.fixture(scope="module")
-def tiny(
-    server_slot: ServerSlot, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Exact]]:
-    server_slot.stop()
-    folder = tmp_path_factory.mktemp("tiny")
-    model = make_tiny_model(folder)
-    with launch_server(
-        folder,
-        algorithm="VEGAS",
-        extra_args=(
-            *("--skip-tokenizer-init", "--max-running-requests", str(BATCH)),
-            *("--speculative-num-steps", str(NUM_STEPS)),
-            *("--vegas-min-tokens", "2", "--vegas-sparsity-ratio", "0.03"),
-        ),
-        log_path=folder / "server.log",
-    ) as server:
-        yield server, model
 
 
 @torch.no_grad()

@@ -1,0 +1,130 @@
+"""The model and the servers that tests share.
+
+One server runs at a time (two would fight for the cores), and tests are sorted by the server that
+they use, so that each is started once however many files ask for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.server_process import Server, launch_server
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Setup:
+    algorithm: str | None
+    extra_args: tuple[str, ...] = ()
+
+
+# Keys are fixture names. Different draft lengths, because nothing but speed may depend on them.
+SETUPS = {
+    "plain_server": Setup(None),
+    "vegas_server": Setup(
+        "VEGAS",
+        (
+            *("--speculative-num-steps", "7", "--vegas-sparsity-ratio", "0.07"),
+            *("--enable-metrics", "--decode-log-interval", "8"),
+        ),
+    ),
+    "small_pool_server": Setup(
+        "VEGAS",
+        (
+            *("--speculative-num-steps", "4", "--max-total-tokens", "5000"),
+            # Admit requests as if they would hardly generate, so that the pool runs out.
+            *("--schedule-conservativeness", "0.01"),
+        ),
+    ),
+}
+
+
+class ServerSlot:
+    """The one running server; asking for another stops it."""
+
+    def __init__(self, model_path: Path, log_dir: Path) -> None:
+        self._model_path = model_path
+        self._log_dir = log_dir
+        self._name: str | None = None
+        self._server: Server | None = None
+        self._stack = ExitStack()
+
+    def get(self, name: str) -> Server:
+        """The server of `SETUPS[name]`, started unless it runs. A crash fails the asking test."""
+        if self._server is None or self._name != name:
+            self.stop()
+            setup = SETUPS[name]
+            self._server = self._stack.enter_context(
+                launch_server(
+                    self._model_path,
+                    algorithm=setup.algorithm,
+                    extra_args=setup.extra_args,
+                    log_path=self._log_dir / f"{name}.log",
+                )
+            )
+            self._name = name
+        return self._server
+
+    def stop(self) -> None:
+        self._server = None
+        self._stack.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by server; within one, first what must record plain answers on another server."""
+    names = list(SETUPS)
+
+    def order(item: pytest.Item) -> tuple[int, bool]:
+        used = [names.index(n) for n in getattr(item, "fixturenames", ()) if n in SETUPS]
+        return max(used, default=-1), "plain" not in getattr(item, "fixturenames", ())
+
+    items.sort(key=order)
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """SGL_VEGAS_TEST_MODEL, or the model that `tools/prepare_model.py` makes (once a machine)."""
+    asked = os.environ.get("SGL_VEGAS_TEST_MODEL")
+    if asked:
+        return Path(asked)
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "prepare_model.py")],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def server_slot(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSlot]:
+    slot = ServerSlot(model_path, tmp_path_factory.mktemp("servers"))
+    yield slot
+    slot.stop()
+
+
+@pytest.fixture
+def plain_server(server_slot: ServerSlot) -> Server:
+    """SGLang without speculation."""
+    return server_slot.get("plain_server")
+
+
+@pytest.fixture
+def vegas_server(server_slot: ServerSlot) -> Server:
+    """VEGAS, gamma 7, with metrics and a pool that holds every test's requests."""
+    return server_slot.get("vegas_server")
+
+
+@pytest.fixture
+def small_pool_server(server_slot: ServerSlot) -> Server:
+    """VEGAS, gamma 4, with a pool that several long requests overflow."""
+    return server_slot.get("small_pool_server")

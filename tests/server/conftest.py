@@ -1,0 +1,77 @@
+"""Plain SGLang's answers, recorded once a session, then the plain server is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ServerSlot
+from tests.prompts import Prompt, load_tokenizer, parity_prompts
+from tests.server import traffic
+from tests.server_process import Server
+from tests.tiny_model import make_tiny_model, tiny_server
+
+
+@dataclass(frozen=True)
+class PlainAnswers:
+    alone: dict[str, traffic.Answer]
+    prefix_hits: dict[str, traffic.Answer]
+    chat_turns: dict[str, traffic.ChatTurn]
+    long_answers: list[traffic.Answer]
+    openai_calls: dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path: Path) -> Any:
+    return load_tokenizer(model_path)
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: Any) -> list[Prompt]:
+    return parity_prompts(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def prefix_prompts(prompts: list[Prompt]) -> list[Prompt]:
+    """A chat that ends by itself, and a context that is drafted sparsely."""
+    return [p for p in prompts if p.name in ("chat-0", "code-1k-heapq")]
+
+
+@pytest.fixture(scope="session")
+def retraction_prompts(prompts: list[Prompt]) -> list[Prompt]:
+    return [p for p in prompts if "-1k" in p.name][:5]
+
+
+@pytest.fixture(scope="session")
+def plain(
+    server_slot: ServerSlot,
+    prompts: list[Prompt],
+    prefix_prompts: list[Prompt],
+    retraction_prompts: list[Prompt],
+) -> PlainAnswers:
+    server = server_slot.get("plain_server")
+    answers = PlainAnswers(
+        alone=traffic.alone(server, prompts),
+        prefix_hits=traffic.prefix_hits(server, prefix_prompts),
+        chat_turns=traffic.chat_turns(server),
+        long_answers=traffic.long_answers(server, retraction_prompts),
+        openai_calls=traffic.openai_calls(server),
+    )
+    server_slot.stop()
+    return answers
+
+
+@pytest.fixture(scope="session")
+def tiny(
+    server_slot: ServerSlot, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Any]]:
+    """A VEGAS server over a tiny model, and that model in float64."""
+    server_slot.stop()
+    folder = tmp_path_factory.mktemp("tiny")
+    model = make_tiny_model(folder)
+    with tiny_server(folder) as server:
+        yield server, model

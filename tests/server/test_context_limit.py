@@ -1,0 +1,37 @@
+"""Requests that run into the context limit end there, and leave their neighbours alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.server_process import Server
+from tests.tiny_model import CONTEXT_LEN, NUM_STEPS, VOCAB_SIZE
+
+pytestmark = pytest.mark.server
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    answer: list[int] = []
+    for _ in range(count):
+        answer.append(int(model(torch.tensor([ids + answer])).logits[0, -1].argmax()))
+    return answer
+
+
+def test_limit_is_reached_side_by_side(tiny: tuple[Server, Any]) -> None:
+    server, model = tiny
+    # Every distance to the limit that one draft run can have, twice over, all at once: a slot
+    # written past a request's row would land in its neighbour's.
+    lengths = [CONTEXT_LEN - 4 - distance for distance in range(2 * (NUM_STEPS + 1))]
+    prompts = [[(5 * i * i + 11 * i + n) % VOCAB_SIZE for i in range(n)] for n in lengths]
+    sampling = {"temperature": 0, "max_new_tokens": CONTEXT_LEN, "ignore_eos": True}
+    for _ in range(2):
+        bodies = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
+        for prompt, body in zip(prompts, bodies, strict=True):
+            ids, meta = body["output_ids"], body["meta_info"]
+            assert meta["finish_reason"]["type"] == "length"
+            assert 0 < len(ids) <= CONTEXT_LEN - len(prompt)
+            assert ids == greedy(model, prompt, len(ids)), f"prompt of {len(prompt)} tokens"

@@ -1,0 +1,113 @@
+"""Greedy answers of VEGAS are plain SGLang's, token for token, however they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from tests.prompts import Prompt
+from tests.server import traffic
+from tests.server.conftest import PlainAnswers
+from tests.server_process import Server
+
+pytestmark = pytest.mark.server
+
+TOGETHER = 4
+
+
+def differences(
+    want: Mapping[str, traffic.Answer], got: Mapping[str, traffic.Answer]
+) -> dict[str, str]:
+    """Where each answer leaves plain SGLang's; empty if none does."""
+    assert want.keys() == got.keys()
+    found = {}
+    for name, expected in want.items():
+        actual = got[name]
+        if actual.ids != expected.ids:
+            same = _common_prefix(expected.ids, actual.ids)
+            found[name] = (
+                f"token {same} of {len(expected.ids)}: "
+                f"{actual.ids[same : same + 3]}, plain {expected.ids[same : same + 3]}"
+            )
+        elif (actual.text, actual.finish) != (expected.text, expected.finish):
+            found[name] = f"equal ids, but {actual.finish}, plain {expected.finish}"
+    return found
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def test_recorded_answers_cover_limits_and_stops(plain: PlainAnswers) -> None:
+    """Guards the other tests: plain answers that all end alike would leave a case untested."""
+    assert len(plain.alone) >= 24
+    assert {answer.finish for answer in plain.alone.values()} == {"length", "stop"}
+
+
+def test_alone(plain: PlainAnswers, vegas_server: Server, prompts: list[Prompt]) -> None:
+    assert differences(plain.alone, traffic.alone(vegas_server, prompts)) == {}
+
+
+def test_four_at_once(plain: PlainAnswers, vegas_server: Server, prompts: list[Prompt]) -> None:
+    vegas_server.flush_cache()
+    groups = len(prompts) // TOGETHER
+    answers = {}
+    for start in range(groups):
+        group = prompts[start::groups]  # strided, so that short and long prompts mix
+        names = [prompt.name for prompt in group]
+        answers.update(zip(names, traffic.ask_together(vegas_server, group), strict=True))
+    assert differences(plain.alone, answers) == {}
+
+
+def test_streamed(plain: PlainAnswers, vegas_server: Server, prompts: list[Prompt]) -> None:
+    answers = {}
+    for prompt in prompts[::4]:
+        text = ""
+        chunk = {}
+        for chunk in vegas_server.stream(list(prompt.ids), **traffic.GREEDY):
+            assert chunk["text"].startswith(text), "a chunk took back streamed text"
+            text = chunk["text"]
+        answers[prompt.name] = traffic.Answer.of(chunk)
+    assert differences({name: plain.alone[name] for name in answers}, answers) == {}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 8, 9])
+def test_token_limit_within_an_iteration(
+    plain: PlainAnswers, vegas_server: Server, prompts: list[Prompt], limit: int
+) -> None:
+    prompt = next(p for p in prompts if len(plain.alone[p.name].ids) > limit)
+    answer = traffic.ask(vegas_server, prompt.ids, max_new_tokens=limit)
+    assert answer.ids == plain.alone[prompt.name].ids[:limit]
+    assert answer.finish == "length"
+
+
+def test_prefix_cache_hits(
+    plain: PlainAnswers, vegas_server: Server, prefix_prompts: list[Prompt]
+) -> None:
+    answers = traffic.prefix_hits(vegas_server, prefix_prompts)
+    assert differences(plain.prefix_hits, answers) == {}
+    cached = {name: answer.cached_tokens for name, answer in answers.items()}
+    assert cached == {name: answer.cached_tokens for name, answer in plain.prefix_hits.items()}
+    assert all(hits > 0 for name, hits in cached.items() if not name.endswith("cold"))
+
+
+def test_two_chat_turns(plain: PlainAnswers, vegas_server: Server) -> None:
+    assert traffic.chat_turns(vegas_server) == plain.chat_turns
+
+
+def test_retraction(
+    plain: PlainAnswers, small_pool_server: Server, retraction_prompts: list[Prompt]
+) -> None:
+    answers = traffic.long_answers(small_pool_server, retraction_prompts)
+    assert "KV cache pool is full. Retract requests." in small_pool_server.log()
+    names = [prompt.name for prompt in retraction_prompts]
+    assert (
+        differences(
+            dict(zip(names, plain.long_answers, strict=True)),
+            dict(zip(names, answers, strict=True)),
+        )
+        == {}
+    )
