@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.server_process import Server, launch_server
+
 VOCAB_SIZE = 96
+CONTEXT_LEN = 256
+BATCH = 64
+NUM_STEPS = 7
 
 
 def make_tiny_model(folder: Path) -> LlamaForCausalLM:
@@ -23,7 +30,7 @@ def make_tiny_model(folder: Path) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=CONTEXT_LEN,
         bos_token_id=0,
         eos_token_id=1,
     )
@@ -33,3 +40,21 @@ def make_tiny_model(folder: Path) -> LlamaForCausalLM:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return model.double().eval()
+
+
+@contextmanager
+def tiny_server(folder: Path) -> Iterator[Server]:
+    """VEGAS over the model in `folder`: sparse from the first tokens on, one row a request."""
+    with launch_server(
+        folder,
+        algorithm="VEGAS",
+        extra_args=(
+            *("--skip-tokenizer-init", "--max-running-requests", str(BATCH)),
+            *("--speculative-num-steps", str(NUM_STEPS)),
+            *("--vegas-min-tokens", "32", "--vegas-sparsity-ratio", "0.1"),
+        ),
+        # Its kernels are so small that a second thread only waits.
+        env={"OMP_NUM_THREADS": "1"},
+        log_path=folder / "server.log",
+    ) as server:
+        yield server

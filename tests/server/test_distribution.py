@@ -19,7 +19,7 @@ from tests.tiny_model import BATCH, VOCAB_SIZE
 
 pytestmark = pytest.mark.server
 
-NUM_DRAWS = 3072
+NUM_DRAWS = 2048
 NEW_TOKENS = 5
 # Some thirty tests a run: less than one false alarm in thirty thousand runs.
 LEVEL = 1e-6
