@@ -1,0 +1,62 @@
+"""Greedy answers of two servers side by side, and how near a tie they were where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.prompts import Prompt
+from tests.server_process import Server
+
+NEW_TOKENS = 128
+
+
+def answers(server: Server, prompts: Sequence[Prompt], batch_size: int) -> list[dict[str, Any]]:
+    """Greedy answers with each token's two best log-probabilities, `batch_size` at a time."""
+    results = []
+    for start in range(0, len(prompts), batch_size):
+        ids = [list(prompt.ids) for prompt in prompts[start : start + batch_size]]
+        reply = server.post(
+            "/generate",
+            {
+                "input_ids": ids,
+                "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS},
+                "return_logprob": True,
+                "top_logprobs_num": 2,
+            },
+        )
+        results += reply
+        print(f"\r  {len(results)}/{len(prompts)} answers, {batch_size} at a time", end="")
+    print()
+    return [
+        {
+            "ids": reply["output_ids"],
+            "logprobs": [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]],
+            "gaps": [best[0][0] - best[1][0] for best in reply["meta_info"]["output_top_logprobs"]],
+            "accept_length": reply["meta_info"].get("spec_accept_length"),
+        }
+        for reply in results
+    ]
+
+
+def compare(plain: dict, vegas: dict, name: str) -> dict[str, Any]:
+    """Where two answers part, and how near a tie plain SGLang was there."""
+    length = min(len(plain["ids"]), len(vegas["ids"]))
+    first = next((i for i in range(length) if plain["ids"][i] != vegas["ids"][i]), None)
+    same = length if first is None else first
+    return {
+        "prompt": name,
+        "tokens": length,
+        "same_tokens": same,
+        "first_difference": first,
+        "gap_at_first_difference": None if first is None else plain["gaps"][first],
+        "max_logprob_difference_before": max(
+            (
+                abs(a - b)
+                for a, b in zip(plain["logprobs"][:same], vegas["logprobs"][:same], strict=True)
+            ),
+            default=0.0,
+        ),
+        "same_length": len(plain["ids"]) == len(vegas["ids"]),
+        "accept_length": vegas["accept_length"],
+    }
