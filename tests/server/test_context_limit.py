@@ -24,8 +24,9 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
 def test_limit_is_reached_side_by_side(tiny: tuple[Server, Any]) -> None:
     server, model = tiny
     # Every distance to the limit that one draft run can have, twice over, all at once: a slot
-    # written past a request's row would land in its neighbour's.
-    lengths = [CONTEXT_LEN - 4 - distance for distance in range(2 * (NUM_STEPS + 1))]
+    # written past a request's row would land in its neighbour's. 7: the server takes no longer
+    # prompt.
+    lengths = [CONTEXT_LEN - 7 - distance for distance in range(2 * (NUM_STEPS + 1))]
     prompts = [[(5 * i * i + 11 * i + n) % VOCAB_SIZE for i in range(n)] for n in lengths]
     # Without max_new_tokens the server caps the answer at what the context has left.
     sampling = {"temperature": 0, "ignore_eos": True}
