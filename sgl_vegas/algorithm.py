@@ -73,6 +73,10 @@ class VegasSpecAlgo(CustomSpecAlgo):
         if server_args.enable_mixed_chunk:
             server_args.enable_mixed_chunk = False
             logger.warning("Mixed chunked prefill is disabled because of using VEGAS.")
+        if server_args.device == "cpu" and server_args.grammar_backend in (None, "xgrammar"):
+            # SGLang's use of xgrammar ends the scheduler there: pinned masks, GPU-only kernels.
+            server_args.grammar_backend = "llguidance"
+            logger.warning("Grammar backend is set to llguidance: xgrammar needs a GPU.")
         disable_overlap_on_cpu(server_args)
         disable_cuda_graphs(server_args)
 

@@ -16,6 +16,7 @@ def load() -> None:
             hook_cli,
             hook_draft_kv_pool,
             hook_row_width,
+            hook_token_check,
             is_registered,
         )
 
@@ -24,5 +25,6 @@ def load() -> None:
             hook_cli(add_flags, export_flags)
             hook_draft_kv_pool(NAME)
             hook_row_width(NAME)
+            hook_token_check(NAME)
     except Exception as error:
         raise SystemExit(f"sgl_vegas can't be loaded: {error}") from error

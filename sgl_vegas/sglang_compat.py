@@ -92,6 +92,7 @@ __all__ = [
     "hook_cli",
     "hook_draft_kv_pool",
     "hook_row_width",
+    "hook_token_check",
     "is_registered",
     "record_stream_each",
     "record_stream_for_v2_verify",
@@ -105,7 +106,14 @@ _ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 _FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 _GET_DRAFT_KV_POOL = "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 _EXTRA_CONTEXT_LEN = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
-_HOOKED = {_ADD_CLI_ARGS, _FROM_CLI_ARGS, _GET_DRAFT_KV_POOL, _EXTRA_CONTEXT_LEN}
+_VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+_HOOKED = {
+    _ADD_CLI_ARGS,
+    _FROM_CLI_ARGS,
+    _GET_DRAFT_KV_POOL,
+    _EXTRA_CONTEXT_LEN,
+    _VALIDATE_REQUEST,
+}
 
 
 def is_registered(name: str) -> bool:
@@ -159,6 +167,29 @@ def hook_row_width(algorithm: str) -> None:
         return max(result, get_alloc_reserve_per_decode(server_args))
 
     HookRegistry.register(_EXTRA_CONTEXT_LEN, after_extra_context_len, HookType.AFTER)
+
+
+def hook_token_check(algorithm: str) -> None:
+    """Refuse (HTTP 400) prompts with token ids outside the vocabulary, under `algorithm`.
+
+    SGLang has a check for the upper end but calls it nowhere: such an id fails in the embedding,
+    and with it the scheduler and every running request.
+    """
+
+    def before_validate_request(
+        manager: Any, obj: Any, input_ids: list[int] | None, *args: Any, **kwargs: Any
+    ) -> None:
+        if manager.server_args.speculative_algorithm != algorithm or not input_ids:
+            return
+        vocab_size = manager.model_config.vocab_size
+        for token in (min(input_ids), max(input_ids)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"input_ids contains {token}, which is not in the vocabulary of {vocab_size} "
+                    "tokens."
+                )
+
+    HookRegistry.register(_VALIDATE_REQUEST, before_validate_request, HookType.BEFORE)
 
 
 def assert_hooks_took() -> None:

@@ -26,6 +26,8 @@ LOG_TAIL_LINES = 40
 CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--max-total-tokens", "49152", "--max-running-requests", "8", "--sleep-on-idle"),
+    # SGLang's default, xgrammar, ends the scheduler on a CPU.
+    *("--grammar-backend", "llguidance"),
 )
 CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
 CUDA_FLAGS = ("--device", "cuda", "--dtype", "bfloat16")

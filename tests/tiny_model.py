@@ -43,6 +43,16 @@ def make_tiny_model(folder: Path) -> LlamaForCausalLM:
     return model.double().eval()
 
 
+@torch.no_grad()
+def greedy(model: LlamaForCausalLM, ids: list[int], count: int) -> list[int]:
+    """`count` greedy tokens after `ids`, each from a full forward pass."""
+    answer: list[int] = []
+    for _ in range(count):
+        logits = model(torch.tensor([ids + answer])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
 @contextmanager
 def tiny_server(folder: Path) -> Iterator[Server]:
     """VEGAS over the model in `folder`: sparse from the first tokens on, one row a request."""

@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.server_process import Server
-from tests.tiny_model import CONTEXT_LEN, NUM_STEPS, VOCAB_SIZE
+from tests.tiny_model import CONTEXT_LEN, NUM_STEPS, VOCAB_SIZE, greedy
 
 pytestmark = pytest.mark.server
-
-
-@torch.no_grad()
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    answer: list[int] = []
-    for _ in range(count):
-        answer.append(int(model(torch.tensor([ids + answer])).logits[0, -1].argmax()))
-    return answer
 
 
 def test_limit_is_reached_side_by_side(tiny: tuple[Server, Any]) -> None:

@@ -17,9 +17,13 @@ from tests.server_process import CPU_ENV, CPU_FLAGS, Server, ServerStartError, l
 
 pytestmark = pytest.mark.server
 
+MODEL = "the model's folder"
 # Flags, and what the message must name.
 REFUSED = {
-    "draft model": (["--speculative-draft-model-path", "."], "--speculative-draft-model-path"),
+    "draft model": (
+        ["--speculative-draft-model-path", MODEL],
+        "--speculative-draft-model-path",
+    ),
     "tree": (["--speculative-eagle-topk", "2"], "--speculative-eagle-topk"),
     "no draft": (["--speculative-num-steps", "0"], "--speculative-num-steps"),
     "draft tokens": (["--speculative-num-draft-tokens", "3"], "--speculative-num-draft-tokens"),
@@ -30,12 +34,15 @@ REFUSED = {
     "hierarchical cache": (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
     "overlap": (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
     "lora": (["--enable-lora", "--lora-paths", "a=."], "--enable-lora"),
-    "determinism": (["--enable-deterministic-inference"], "--enable-deterministic-inference"),
+    "determinism": (
+        ["--enable-deterministic-inference", "--attention-backend", "triton"],
+        "--enable-deterministic-inference",
+    ),
     "processor": (["--enable-custom-logit-processor"], "--enable-custom-logit-processor"),
     "hidden states": (["--enable-return-hidden-states"], "--enable-return-hidden-states"),
     "tokenizers": (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num"),
     "kv type": (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype"),
-    "attention": (["--attention-backend", "intel_amx"], "--attention-backend"),
+    "attention": (["--attention-backend", "triton"], "--attention-backend"),
     "ratio": (["--vegas-sparsity-ratio", "0"], "--vegas-sparsity-ratio"),
     "ratio text": (["--vegas-sparsity-ratio", "much"], "--vegas-sparsity-ratio"),
     "min tokens": (["--vegas-min-tokens", "0"], "--vegas-min-tokens"),
@@ -56,7 +63,12 @@ def outcomes(model_path: Path) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("parse_arguments.py"))],
         env={**os.environ, **CPU_ENV},
-        input=json.dumps([base + flags for flags in cases.values()]),
+        input=json.dumps(
+            [
+                base + [str(model_path) if flag is MODEL else flag for flag in flags]
+                for flags in cases.values()
+            ]
+        ),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -96,7 +108,9 @@ BAD_REQUESTS: dict[str, tuple[str, Any]] = {
     "top_p": (GENERATE, {"text": "a", "sampling_params": {"top_p": 1.5}}),
     "negative length": (GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -1}}),
     "prompt too long": (GENERATE, {"input_ids": [5] * 9000}),
-    "unknown token": (GENERATE, {"input_ids": [10**6]}),
+    "unknown token": (GENERATE, {"input_ids": [5, 10**6]}),
+    "negative token": (GENERATE, {"input_ids": [5, -1]}),
+    "unknown token in a batch": (GENERATE, {"input_ids": [[5], [10**6]]}),
     "hidden states": (GENERATE, {"text": "a", "return_hidden_states": True}),
     "logit processor": (GENERATE, {"text": "a", "custom_logit_processor": "{}"}),
     "two grammars": (GENERATE, {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}),

@@ -1,0 +1,58 @@
+"""On a GPU machine VEGAS needs no flag but its name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ServerSlot
+from tests.prompts import acceptance_prompts, load_tokenizer
+from tests.server.engine import engine_answers
+from tests.server_process import Server, free_port, start, stop, wait_until_healthy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.server]
+
+
+def test_launch_server(server_slot: ServerSlot, model_path: Path, tmp_path: Path) -> None:
+    server_slot.stop()
+    port = free_port()
+    log = tmp_path / "server.log"
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)),
+        *("--speculative-algorithm", "VEGAS", "--port", str(port)),
+    ]
+    process = start(command, {}, log)
+    try:
+        server = Server(f"http://127.0.0.1:{port}", log)
+        for _ in wait_until_healthy(server, process):
+            pass
+        question = [{"role": "user", "content": "Name the capital of France."}]
+        chat = server.chat(question, temperature=0, max_tokens=32)
+        assert "Paris" in chat["choices"][0]["message"]["content"]
+        prompt = acceptance_prompts(load_tokenizer(model_path))[0]
+        for temperature in (0, 0.6):
+            body = server.generate(
+                list(prompt.ids), temperature=temperature, max_new_tokens=128, ignore_eos=True
+            )
+            assert len(body["output_ids"]) == 128
+            assert body["meta_info"]["spec_accept_length"] > 2
+        complete = server.complete("The capital of France is", temperature=0, max_tokens=8)
+        assert "Paris" in complete["choices"][0]["text"]
+    finally:
+        stop(process)
+
+
+def test_engine(server_slot: ServerSlot, model_path: Path) -> None:
+    server_slot.stop()
+    prompt = acceptance_prompts(load_tokenizer(model_path))[0]
+    (answer,) = engine_answers(
+        {"model_path": str(model_path), "speculative_algorithm": "VEGAS"},
+        {
+            "input_ids": [list(prompt.ids)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True},
+        },
+    )
+    assert len(answer["ids"]) == 128
+    assert answer["meta"]["spec_accept_length"] > 4
