@@ -21,7 +21,11 @@ PROMPTS = [[(7 * i * i + 3 * i + n) % VOCAB_SIZE for i in range(n)] for n in ran
 def test_two_ranks(server_slot: ServerSlot, tmp_path: Path) -> None:
     server_slot.stop()
     make_tiny_model(tmp_path)
-    flags = ("--tp-size", "2", "--skip-tokenizer-init", "--cuda-graph-backend-prefill", "disabled")
+    flags = (
+        *("--tp-size", "2", "--skip-tokenizer-init", "--cuda-graph-backend-prefill", "disabled"),
+        # NCCL alone: the others need peer access or multicast, which not every machine has.
+        *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+    )
     env = {"SGLANG_VEGAS_MIN_TOKENS": "32"}
     replies = {}
     for algorithm in (None, "VEGAS"):
