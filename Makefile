@@ -20,11 +20,12 @@ help:
 	@echo "make format       let ruff rewrite the sources"
 	@echo "make clean        remove .venv and build output"
 
-# Stamped, so that a second run costs nothing; another pyproject.toml installs again.
+# Stamped, so that a second run costs nothing; another pyproject.toml installs again. Bytecode,
+# because a server's start is mostly imports, and some environments never write it.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip uv
-	$(BIN)/uv pip install --python $(BIN)/python -e ".[dev,model]"
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -e ".[dev,model]"
 	touch $@
 
 model: $(STAMP)

@@ -100,8 +100,15 @@ class VegasWorker(BaseSpecWorker):
         self.tables.clear()
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
-        """Called by SGLang when a request has finished."""
+        """Called by SGLang when a request has finished.
+
+        A run may be accepted past the token that ended the request. The prefix cache would take
+        those tokens too, and a later prompt could match what no client was sent.
+        """
         self.tables.drop(req.req_pool_idx)
+        if req.finished_len is not None:
+            answered = len(req.origin_input_ids) + req.finished_len
+            req.kv_committed_len = min(req.kv_committed_len, answered)
 
     # The weights are the target's, which SGLang updates itself or through these.
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

@@ -40,7 +40,7 @@ SETUPS = {
     "small_pool_server": Setup(
         "VEGAS",
         (
-            *("--speculative-num-steps", "4", "--max-total-tokens", "5000"),
+            *("--speculative-num-steps", "4", "--max-total-tokens", "4400"),
             # Admit requests as if they would hardly generate, so that the pool runs out.
             *("--schedule-conservativeness", "0.01"),
         ),

@@ -24,6 +24,7 @@ def test_engine(server_slot: ServerSlot, tmp_path: Path) -> None:
             "model_path": str(tmp_path),
             "speculative_algorithm": "VEGAS",
             "device": "cpu",
+            "dtype": "float32",
             "attention_backend": "torch_native",
             "skip_tokenizer_init": True,
             "max_total_tokens": 2048,

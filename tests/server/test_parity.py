@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,15 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next(
         (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
+
+
+def assert_cached_alike(plain: int, vegas: int) -> None:
+    """VEGAS caches no token that plain SGLang does not, and at most the answer's last one less.
+
+    That token's KV is written by the step after it: overlap scheduling, on in plain SGLang here,
+    has launched that step already; VEGAS on a CPU runs without overlap.
+    """
+    assert plain - 1 <= vegas <= plain
 
 
 def test_recorded_answers_cover_limits_and_stops(plain: PlainAnswers) -> None:
@@ -89,13 +99,18 @@ def test_prefix_cache_hits(
 ) -> None:
     answers = traffic.prefix_hits(vegas_server, prefix_prompts)
     assert differences(plain.prefix_hits, answers) == {}
-    cached = {name: answer.cached_tokens for name, answer in answers.items()}
-    assert cached == {name: answer.cached_tokens for name, answer in plain.prefix_hits.items()}
-    assert all(hits > 0 for name, hits in cached.items() if not name.endswith("cold"))
+    for name, answer in answers.items():
+        assert_cached_alike(plain.prefix_hits[name].cached_tokens, answer.cached_tokens)
+        assert (answer.cached_tokens > 0) == (not name.endswith("cold"))
 
 
 def test_two_chat_turns(plain: PlainAnswers, vegas_server: Server) -> None:
-    assert traffic.chat_turns(vegas_server) == plain.chat_turns
+    turns = traffic.chat_turns(vegas_server)
+    assert turns.keys() == plain.chat_turns.keys()
+    for name, turn in turns.items():
+        expected = plain.chat_turns[name]
+        assert_cached_alike(expected.cached_tokens, turn.cached_tokens)
+        assert replace(turn, cached_tokens=expected.cached_tokens) == expected
 
 
 def test_retraction(
