@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +20,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmark.environment import commit, device_name  # noqa: E402
 from tests.prompts import acceptance_prompts, load_tokenizer, parity_prompts  # noqa: E402
 from tests.server.greedy_pairs import NEW_TOKENS, answers, compare  # noqa: E402
-from tests.server_process import Server, has_cuda, launch_server  # noqa: E402
+from tests.server_process import Server, launch_server  # noqa: E402
 
 
 def decode_rates(server: Server, prompts: list) -> dict[str, dict[str, float]]:
@@ -61,20 +61,6 @@ def measure(options: argparse.Namespace, algorithm: str | None, log: Path) -> di
         together = answers(server, prompts, 4)
         rates = decode_rates(server, acceptance_prompts(tokenizer))
     return {"alone": alone, "together": together, "rates": rates, "prompts": prompts}
-
-
-def device_name() -> str:
-    if not has_cuda():
-        return "CPU"
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def main() -> None:
