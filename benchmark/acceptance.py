@@ -1,7 +1,7 @@
 """How many tokens an iteration does each policy reach on a real model and long prompts?
 
-Starts one VEGAS server a policy, sends the acceptance prompts of the tests (4K to 6K tokens, greedy)
-and takes tokens an iteration from the server's own `meta_info`.
+Starts one VEGAS server a policy, sends the acceptance prompts of the tests (4K to 6K tokens,
+greedy) and takes tokens an iteration from the server's own `meta_info`.
 
     python benchmark/acceptance.py --model-path M [--policies vegas streaming] [--out X.json]
 """
@@ -25,7 +25,7 @@ from tests.server_process import launch_server  # noqa: E402
 
 
 def measure(options: argparse.Namespace, policy: str, prompts: list[Prompt]) -> list[dict]:
-    """Tokens an iteration of each prompt; the prefill's token, which no iteration made, is left out."""
+    """Tokens an iteration of each prompt, without the prefill's token: no iteration made it."""
     flags = [
         *("--speculative-num-steps", str(options.num_steps)),
         *("--vegas-sparsity-ratio", str(options.sparsity_ratio), "--vegas-policy", policy),
