@@ -23,7 +23,7 @@ from sgl_vegas.sglang_compat import (
 logger = logging.getLogger(__name__)
 
 NAME = "VEGAS"
-ATTENTION_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
+ATTENTION_BACKENDS = {"cuda": ("fa3", "flashinfer"), "cpu": ("torch_native",)}
 
 
 class VegasSpecAlgo(CustomSpecAlgo):
