@@ -132,10 +132,12 @@ _REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {
         )
     ),
     "--page-size other than 1": lambda a: a.page_size not in (None, 1),
-    "--enable-dp-attention; use --tp-size or --dp-size": lambda a: a.enable_dp_attention,
-    "--pp-size other than 1; use --tp-size": lambda a: a.pp_size != 1,
-    "decode context parallelism (--dcp-size); use --tp-size": lambda a: (a.dcp_size or 1) != 1,
-    "prefill context parallelism (--attn-cp-size); use --tp-size": (
+    # Nothing stands in its way, but ranks must agree on every drawn token, and that is not shown.
+    "--tp-size other than 1 yet; use --dp-size": lambda a: a.tp_size != 1,
+    "--enable-dp-attention; use --dp-size": lambda a: a.enable_dp_attention,
+    "--pp-size other than 1; use --dp-size": lambda a: a.pp_size != 1,
+    "decode context parallelism (--dcp-size); use --dp-size": lambda a: (a.dcp_size or 1) != 1,
+    "prefill context parallelism (--attn-cp-size); use --dp-size": (
         lambda a: (a.attn_cp_size or 1) != 1
     ),
     "--disaggregation-mode prefill/decode; serve both phases in one process": (

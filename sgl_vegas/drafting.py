@@ -15,7 +15,6 @@ from sgl_vegas.sglang_compat import (
     ForwardBatch,
     ScheduleBatch,
     TpModelWorker,
-    broadcast_from_first_rank,
 )
 from sgl_vegas.tables.draft_indices import DraftIndices
 
@@ -76,7 +75,6 @@ def draft(
         if not rules.rows.is_all_greedy:
             probs.append(probabilities(logits, rules.rows))
             token = torch.where(rules.rows.top_ks == 1, token, draw(probs[-1]))
-        broadcast_from_first_rank(token)
         tokens.append(token)
         rules = rules.after(token)
     return Drafts(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None)

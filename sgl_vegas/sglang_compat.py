@@ -14,7 +14,6 @@ import sglang
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.arg_groups.speculative_hook import _disable_overlap_schedule_for_cpu
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -83,7 +82,6 @@ __all__ = [
     "TpModelWorker",
     "assert_hooks_took",
     "attention_backends_of",
-    "broadcast_from_first_rank",
     "build_grammar_vocab_mask",
     "compute_spec_v2_logprobs",
     "disable_cuda_graphs",
@@ -218,11 +216,3 @@ def disable_cuda_graphs(server_args: ServerArgs) -> None:
 def samples_with_flashinfer() -> bool:
     """Whether plain SGLang would sample with FlashInfer, whose filters differ with min-p."""
     return get_exec().kernel.sampling_backend == "flashinfer"
-
-
-def broadcast_from_first_rank(*tensors: Any) -> None:
-    """Make tensors equal on all tensor-parallel ranks: KV contents must not diverge."""
-    group = get_tp_group()
-    if group.world_size > 1:
-        for tensor in tensors:
-            group.broadcast(tensor, src=0)

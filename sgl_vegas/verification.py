@@ -21,7 +21,6 @@ from sgl_vegas.sglang_compat import (
     GrammarTree,
     ScheduleBatch,
     TpModelWorker,
-    broadcast_from_first_rank,
     build_grammar_vocab_mask,
     compute_spec_v2_logprobs,
     generate_simulated_accept_index,
@@ -84,7 +83,6 @@ def verify(
         if mask is not None:
             mask.apply(logits)
     num_correct_drafts, final_tokens = _accept(logits, drafts, rules)
-    broadcast_from_first_rank(num_correct_drafts, final_tokens)
     tokens, accept_index = _lay_out(drafts.tokens, num_correct_drafts, final_tokens)
     if SIMULATE_ACC_LEN > 0:
         width = candidates.shape[1]

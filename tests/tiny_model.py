@@ -16,6 +16,12 @@ CONTEXT_LEN = 256
 BATCH = 64
 # More than 7, so that a step at the context limit allocates past SGLang's own row width.
 NUM_STEPS = 10
+# Sparse from the first tokens on, one row a request.
+TINY_FLAGS = (
+    *("--skip-tokenizer-init", "--max-running-requests", str(BATCH)),
+    *("--speculative-num-steps", str(NUM_STEPS)),
+    *("--vegas-min-tokens", "32", "--vegas-sparsity-ratio", "0.1"),
+)
 
 
 def make_tiny_model(folder: Path) -> LlamaForCausalLM:
@@ -55,15 +61,11 @@ def greedy(model: LlamaForCausalLM, ids: list[int], count: int) -> list[int]:
 
 @contextmanager
 def tiny_server(folder: Path) -> Iterator[Server]:
-    """VEGAS over the model in `folder`: sparse from the first tokens on, one row a request."""
+    """VEGAS over the model in `folder`."""
     with launch_server(
         folder,
         algorithm="VEGAS",
-        extra_args=(
-            *("--skip-tokenizer-init", "--max-running-requests", str(BATCH)),
-            *("--speculative-num-steps", str(NUM_STEPS)),
-            *("--vegas-min-tokens", "32", "--vegas-sparsity-ratio", "0.1"),
-        ),
+        extra_args=TINY_FLAGS,
         # Its kernels are so small that a second thread only waits.
         env={"OMP_NUM_THREADS": "1"},
         log_path=folder / "server.log",

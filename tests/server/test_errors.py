@@ -29,6 +29,7 @@ REFUSED = {
     "draft tokens": (["--speculative-num-draft-tokens", "3"], "--speculative-num-draft-tokens"),
     "lossy": (["--speculative-accept-threshold-single", "0.5"], "--speculative-accept-threshold"),
     "page size": (["--page-size", "16"], "--page-size"),
+    "tensor parallelism": (["--tp-size", "2"], "--tp-size"),
     "pipeline": (["--pp-size", "2"], "--pp-size"),
     "disaggregation": (["--disaggregation-mode", "decode"], "--disaggregation-mode"),
     "hierarchical cache": (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),

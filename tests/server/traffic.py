@@ -68,7 +68,7 @@ def prefix_hits(server: Server, prompts: Sequence[Prompt]) -> dict[str, Answer]:
         }
         answers[f"{prompt.name}, cold"] = cold
         for name, ids in variants.items():
-            answers[f"{prompt.name}, {name}"] = ask(server, ids)
+            answers[f"{prompt.name}, {name}"] = ask(server, ids, max_new_tokens=48)
     return answers
 
 
