@@ -23,6 +23,7 @@ from sgl_vegas.sglang_compat import (
 logger = logging.getLogger(__name__)
 
 NAME = "VEGAS"
+CUDA_HEAD_DIMS = (64, 128)  # what tests/kernel covers
 ATTENTION_BACKENDS = {"cuda": ("fa3", "flashinfer"), "cpu": ("torch_native",)}
 
 
@@ -144,6 +145,9 @@ _REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {
         lambda a: a.disaggregation_mode != "null"
     ),
     "--enable-hierarchical-cache; leave it out": lambda a: a.enable_hierarchical_cache,
+    "--grammar-backend outlines; use xgrammar or llguidance": (
+        lambda a: a.grammar_backend == "outlines"
+    ),
     "--enable-two-batch-overlap; leave it out": lambda a: a.enable_two_batch_overlap,
     "--enable-pdmux; leave it out": lambda a: a.enable_pdmux,
     "--enable-hisparse; VEGAS selects KV itself": lambda a: a.enable_hisparse,
@@ -200,6 +204,9 @@ def _validate_model(server_args: ServerArgs) -> None:
             model.hf_text_config
         ),
         "it has attention sinks": "GptOss" in name,
+        f"its head dim is not one of {CUDA_HEAD_DIMS}": (
+            server_args.device != "cpu" and model.head_dim not in CUDA_HEAD_DIMS
+        ),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -61,12 +61,15 @@ def draft(
         capture_hidden_mode=CaptureHiddenMode.NULL,
         return_hidden_states_before_norm=False,
     )
+    # A run may reach past the context limit, where no token is kept: any position will do there,
+    # but it must be one that the model has.
+    last_position = target_worker.model_runner.model_config.context_len - 1
     tokens: list[torch.Tensor] = []
     probs: list[torch.Tensor] = []
     for step in range(num_steps):
         forward_batch.input_ids = tokens[-1] if tokens else bonus_tokens
         forward_batch.out_cache_loc = cache_locs[:, step].contiguous()
-        forward_batch.positions = batch.seq_lens + step
+        forward_batch.positions = (batch.seq_lens + step).clamp(max=last_position)
         draft_input.step_indices = indices.at_step(step)
         output: Any = target_worker.model_runner.forward(forward_batch).logits_output
         logits = output.next_token_logits

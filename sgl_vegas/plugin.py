@@ -15,6 +15,7 @@ def load() -> None:
         from sgl_vegas.sglang_compat import (
             hook_cli,
             hook_draft_kv_pool,
+            hook_finish_state,
             hook_row_width,
             hook_token_check,
             is_registered,
@@ -24,6 +25,7 @@ def load() -> None:
             register()
             hook_cli(add_flags, export_flags)
             hook_draft_kv_pool(NAME)
+            hook_finish_state(NAME)
             hook_row_width(NAME)
             hook_token_check(NAME)
     except Exception as error:

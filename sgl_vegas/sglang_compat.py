@@ -32,6 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.observability.req_time_stats import set_time_batch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_spec as get_spec_settings
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -89,6 +90,7 @@ __all__ = [
     "generate_simulated_accept_index",
     "hook_cli",
     "hook_draft_kv_pool",
+    "hook_finish_state",
     "hook_row_width",
     "hook_token_check",
     "is_registered",
@@ -105,12 +107,14 @@ _FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 _GET_DRAFT_KV_POOL = "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 _EXTRA_CONTEXT_LEN = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+_UPDATE_FINISH_STATE = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 _HOOKED = {
     _ADD_CLI_ARGS,
     _FROM_CLI_ARGS,
     _GET_DRAFT_KV_POOL,
     _EXTRA_CONTEXT_LEN,
     _VALIDATE_REQUEST,
+    _UPDATE_FINISH_STATE,
 }
 
 
@@ -188,6 +192,38 @@ def hook_token_check(algorithm: str) -> None:
                 )
 
     HookRegistry.register(_VALIDATE_REQUEST, before_validate_request, HookType.BEFORE)
+
+
+def hook_finish_state(algorithm: str) -> None:
+    """Look for the end of a request of `algorithm` token by token, as plain decoding does.
+
+    Given a run of several tokens, SGLang asks for the length limit before it asks for stops, and
+    for stop strings before stop tokens, wherever in the run they are: a stop ahead of the limit is
+    missed, and the client gets the tokens behind it.
+    """
+
+    def around_update_finish_state(original: Callable, req: Req, new_accepted_len: int = 1) -> None:
+        is_ours = get_spec_settings().speculative_algorithm == algorithm
+        if new_accepted_len <= 1 or not is_ours or req.finished() or req.to_finish:
+            original(req, new_accepted_len)
+            return
+        run, grammar = req.output_ids[-new_accepted_len:], req.grammar
+        del req.output_ids[-new_accepted_len:]
+        # The grammar has followed the whole run already, so it can end the last token only.
+        req.grammar = None
+        for index in range(new_accepted_len):
+            req.output_ids.append(run[index])
+            if index == new_accepted_len - 1:
+                req.grammar = grammar
+            original(req, 1)
+            if req.finished():
+                if req.finished_len is None:
+                    req.finished_len = len(req.output_ids)
+                req.output_ids.extend(run[index + 1 :])
+                break
+        req.grammar = grammar
+
+    HookRegistry.register(_UPDATE_FINISH_STATE, around_update_finish_state, HookType.AROUND)
 
 
 def assert_hooks_took() -> None:

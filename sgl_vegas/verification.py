@@ -119,12 +119,14 @@ def _prepare(
 ) -> ForwardBatch:
     bs, width = candidates.shape
     device = candidates.device
+    context_len = target_worker.model_runner.model_config.context_len
     steps = torch.arange(width, device=device)
     next_token = torch.cat([steps[1:], steps.new_full((1,), -1)])
     verify_input = EagleVerifyInput(
         draft_token=candidates.flatten(),
         custom_mask=_chain_mask(batch.seq_lens, width) if needs_mask else None,  # pyright: ignore[reportArgumentType]
-        positions=(batch.seq_lens.unsqueeze(1) + steps).flatten(),
+        # As in drafting, no position past the model's last.
+        positions=(batch.seq_lens.unsqueeze(1) + steps).flatten().clamp(max=context_len - 1),
         retrieve_index=torch.arange(bs * width, device=device).view(bs, width),
         retrieve_next_token=next_token.repeat(bs, 1),
         retrieve_next_sibling=torch.full((bs, width), -1, device=device),

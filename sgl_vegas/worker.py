@@ -65,6 +65,7 @@ class VegasWorker(BaseSpecWorker):
         # SGLang's metrics read these two.
         self.speculative_num_steps = self.config.num_steps
         self.speculative_num_draft_tokens = self.config.num_draft_tokens
+        _refuse_narrow_kv(self.model_runner.kv_cache_dtype)
         self.layers = attention_layers(self.model_runner.model)
         self.tables = RequestTables()
         self.penalties = PenaltyTracker(self.model_runner.model_config.vocab_size, self.device)
@@ -109,6 +110,8 @@ class VegasWorker(BaseSpecWorker):
         if req.finished_len is not None:
             answered = len(req.origin_input_ids) + req.finished_len
             req.kv_committed_len = min(req.kv_committed_len, answered)
+            # Sessions build their next prompt from these.
+            del req.output_ids[req.finished_len :]
 
     # The weights are the target's, which SGLang updates itself or through these.
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
@@ -206,6 +209,19 @@ class VegasWorker(BaseSpecWorker):
                 self.tables.put(row, tables[index])
 
 
+def _refuse_narrow_kv(dtype: torch.dtype) -> None:
+    """Also where `--kv-cache-dtype auto` follows a checkpoint."""
+    if dtype.itemsize < 2:
+        raise ValueError(
+            f"VEGAS does not support a KV cache of {dtype}: verify and draft would read different "
+            "numbers. Set --kv-cache-dtype bfloat16."
+        )
+
+
 def _rows(batch: ScheduleBatch) -> list[int]:
-    """Request-pool rows of a batch, on the host."""
-    return [cast(int, req.req_pool_idx) for req in batch.reqs]
+    """Request-pool rows of a batch, on the host.
+
+    Not `req.req_pool_idx`: with a grammar in the batch, SGLang processes the previous result, and
+    frees the rows of requests that ended in it, after it has built this batch.
+    """
+    return cast(list[int], batch.req_pool_indices_cpu.tolist())

@@ -20,6 +20,7 @@ from tests.tiny_model import make_tiny_model, tiny_server
 class PlainAnswers:
     alone: dict[str, traffic.Answer]
     prefix_hits: dict[str, traffic.Answer]
+    near_the_limit: dict[str, traffic.Answer]
     chat_turns: dict[str, traffic.ChatTurn]
     long_answers: list[traffic.Answer]
     openai_calls: dict[str, list[dict[str, Any]]]
@@ -57,6 +58,7 @@ def plain(
     answers = PlainAnswers(
         alone=traffic.alone(server, prompts),
         prefix_hits=traffic.prefix_hits(server, prefix_prompts),
+        near_the_limit=traffic.stops_near_the_limit(server, prefix_prompts[0]),
         chat_turns=traffic.chat_turns(server),
         long_answers=traffic.long_answers(server, retraction_prompts),
         openai_calls=traffic.openai_calls(server),

@@ -40,4 +40,5 @@ def test_differences_are_near_ties(
     assert sum(case["tokens"] for case in cases) > 1000
     for case in cases:
         gap = case["gap_at_first_difference"]
+        assert gap is not None or case["same_length"], case
         assert gap is None or gap <= NEAR_TIE, case

@@ -94,6 +94,16 @@ def test_token_limit_within_an_iteration(
     assert answer.finish == "length"
 
 
+def test_stops_near_the_limit(
+    plain: PlainAnswers, vegas_server: Server, prefix_prompts: list[Prompt]
+) -> None:
+    answers = traffic.stops_near_the_limit(vegas_server, prefix_prompts[0])
+    assert differences(plain.near_the_limit, answers) == {}
+    for kind in ("end of text", "stop token", "stop string", "stop regex"):
+        ends = {answer.finish for name, answer in answers.items() if name.startswith(kind)}
+        assert "stop" in ends, kind
+
+
 def test_prefix_cache_hits(
     plain: PlainAnswers, vegas_server: Server, prefix_prompts: list[Prompt]
 ) -> None:

@@ -72,6 +72,27 @@ def prefix_hits(server: Server, prompts: Sequence[Prompt]) -> dict[str, Answer]:
     return answers
 
 
+def stops_near_the_limit(server: Server, prompt: Prompt) -> dict[str, Answer]:
+    """Stops of every kind, met 0 to 7 tokens before the token limit: within one accepted run."""
+    server.flush_cache()
+    whole = ask(server, prompt.ids)
+    assert whole.finish == "stop"
+    word = whole.text.split()[5]
+    stops: dict[str, tuple[int, dict[str, Any]]] = {
+        "end of text": (len(whole.ids), {}),
+        "stop token": (whole.ids.index(whole.ids[10]) + 1, {"stop_token_ids": [whole.ids[10]]}),
+        "stop string": (6, {"stop": [word]}),
+        "stop regex": (6, {"stop_regex": [word]}),
+    }
+    return {
+        f"{name}, limit {length + room}": ask(
+            server, prompt.ids, max_new_tokens=length + room, **sampling
+        )
+        for name, (length, sampling) in stops.items()
+        for room in (0, 1, 2, 3, 5, 7)
+    }
+
+
 @dataclass(frozen=True)
 class ChatTurn:
     text: str

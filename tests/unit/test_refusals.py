@@ -21,7 +21,7 @@ from sgl_vegas.sglang_compat import AttentionArch, RadixAttention, ServerArgs
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 64,
+    "hidden_size": 256,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -42,6 +42,7 @@ REFUSED = [
     ("page_size", 16, "--page-size"),
     ("enable_dp_attention", True, "--enable-dp-attention"),
     ("tp_size", 2, "--tp-size"),
+    ("grammar_backend", "outlines", "--grammar-backend outlines"),
     ("pp_size", 2, "--pp-size"),
     ("dcp_size", 2, "--dcp-size"),
     ("attn_cp_size", 2, "--attn-cp-size"),
@@ -197,17 +198,23 @@ def test_attention_backends_on_a_gpu(plain_args: ServerArgs, backend: str | None
     algorithm.validate(changed(plain_args, device="cuda", attention_backend=backend))
 
 
-def model_stub(name: str = "SomeForCausalLM", text: dict | None = None, **changes: Any) -> Any:
+def model_stub(
+    name: str = "SomeForCausalLM",
+    text: dict | None = None,
+    device: str = "cuda",
+    **changes: Any,
+) -> Any:
     values: dict[str, Any] = {
         "attention_arch": AttentionArch.MHA,
         "is_hybrid_swa": False,
         "is_encoder_decoder": False,
         "is_multimodal": False,
+        "head_dim": 128,
         "hf_config": SimpleNamespace(architectures=[name]),
         "hf_text_config": SimpleNamespace(**(text or {})),
     }
     model = SimpleNamespace(**{**values, **changes})
-    return SimpleNamespace(get_model_config=lambda: model)
+    return SimpleNamespace(get_model_config=lambda: model, device=device)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +229,7 @@ def model_stub(name: str = "SomeForCausalLM", text: dict | None = None, **change
         (model_stub(text={"ssm_state_size": 128}), "state-space"),
         (model_stub(text={"linear_num_key_heads": 16}), "linear-attention"),
         (model_stub("GptOssForCausalLM"), "sinks"),
+        (model_stub(head_dim=96), "head dim"),
     ],
 )
 def test_models_are_refused_by_name(stub: Any, words: str) -> None:
