@@ -43,6 +43,12 @@ def prefix_prompts(prompts: list[Prompt]) -> list[Prompt]:
 
 
 @pytest.fixture(scope="session")
+def ending_prompt(prompts: list[Prompt]) -> Prompt:
+    """A chat whose answer ends by itself, after some 27 tokens."""
+    return next(p for p in prompts if p.name == "chat-2")
+
+
+@pytest.fixture(scope="session")
 def retraction_prompts(prompts: list[Prompt]) -> list[Prompt]:
     return [p for p in prompts if "-1k" in p.name][:5]
 
@@ -52,13 +58,14 @@ def plain(
     server_slot: ServerSlot,
     prompts: list[Prompt],
     prefix_prompts: list[Prompt],
+    ending_prompt: Prompt,
     retraction_prompts: list[Prompt],
 ) -> PlainAnswers:
     server = server_slot.get("plain_server")
     answers = PlainAnswers(
         alone=traffic.alone(server, prompts),
         prefix_hits=traffic.prefix_hits(server, prefix_prompts),
-        near_the_limit=traffic.stops_near_the_limit(server, prefix_prompts[0]),
+        near_the_limit=traffic.stops_near_the_limit(server, ending_prompt),
         chat_turns=traffic.chat_turns(server),
         long_answers=traffic.long_answers(server, retraction_prompts),
         openai_calls=traffic.openai_calls(server),

@@ -95,9 +95,9 @@ def test_token_limit_within_an_iteration(
 
 
 def test_stops_near_the_limit(
-    plain: PlainAnswers, vegas_server: Server, prefix_prompts: list[Prompt]
+    plain: PlainAnswers, vegas_server: Server, ending_prompt: Prompt
 ) -> None:
-    answers = traffic.stops_near_the_limit(vegas_server, prefix_prompts[0])
+    answers = traffic.stops_near_the_limit(vegas_server, ending_prompt)
     assert differences(plain.near_the_limit, answers) == {}
     for kind in ("end of text", "stop token", "stop string", "stop regex"):
         ends = {answer.finish for name, answer in answers.items() if name.startswith(kind)}
