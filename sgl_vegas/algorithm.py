@@ -166,6 +166,12 @@ _REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {
     "--tokenizer-worker-num above 1: SGLang does not load plug-ins in those processes": (
         lambda a: a.tokenizer_worker_num > 1
     ),
+    "--enable-streaming-session: it would keep the KV of a token that has none yet; leave it out": (
+        lambda a: a.enable_streaming_session
+    ),
+    "--smg-grpc-mode/--grpc-mode: its requests bypass the check of token ids; use HTTP": (
+        lambda a: a.smg_grpc_mode or a.grpc_mode
+    ),
     "--use-ray: SGLang does not load plug-ins in Ray actors": lambda a: bool(a.use_ray),
     "--kv-cache-dtype other than auto: verify and draft would read different numbers": (
         lambda a: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16")

@@ -110,6 +110,8 @@ class VegasWorker(BaseSpecWorker):
         if req.finished_len is not None:
             answered = len(req.origin_input_ids) + req.finished_len
             req.kv_committed_len = min(req.kv_committed_len, answered)
+            # SGLang counted the whole run.
+            req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
             # Sessions build their next prompt from these.
             del req.output_ids[req.finished_len :]
 

@@ -42,6 +42,8 @@ REFUSED = [
     ("page_size", 16, "--page-size"),
     ("enable_dp_attention", True, "--enable-dp-attention"),
     ("tp_size", 2, "--tp-size"),
+    ("enable_streaming_session", True, "--enable-streaming-session"),
+    ("smg_grpc_mode", True, "--smg-grpc-mode"),
     ("grammar_backend", "outlines", "--grammar-backend outlines"),
     ("pp_size", 2, "--pp-size"),
     ("dcp_size", 2, "--dcp-size"),

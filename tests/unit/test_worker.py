@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from sgl_vegas.worker import _refuse_narrow_kv, _rows
+from sgl_vegas.tables.request_tables import RequestTables
+from sgl_vegas.worker import VegasWorker, _refuse_narrow_kv, _rows
 
 
 def test_rows_of_a_request_that_ended_after_the_batch_was_built() -> None:
@@ -29,3 +31,33 @@ def test_narrow_kv_is_refused(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_wide_kv_is_taken(dtype: torch.dtype) -> None:
     _refuse_narrow_kv(dtype)
+
+
+def test_nothing_past_the_end_is_kept() -> None:
+    """A run of 5 tokens was accepted behind 2, and the request ended at its third."""
+    worker: Any = SimpleNamespace(tables=RequestTables())
+    req = SimpleNamespace(
+        req_pool_idx=0,
+        origin_input_ids=[1] * 10,
+        output_ids=array("q", range(7)),
+        finished_len=5,
+        kv_committed_len=16,
+        reasoning_tokens=7,
+    )
+    VegasWorker.prepare_for_kv_cache_release(worker, req)
+    assert (req.kv_committed_len, req.reasoning_tokens) == (15, 5)
+    assert list(req.output_ids) == [0, 1, 2, 3, 4]
+
+
+def test_an_aborted_request_keeps_what_it_has() -> None:
+    worker: Any = SimpleNamespace(tables=RequestTables())
+    req = SimpleNamespace(
+        req_pool_idx=0,
+        origin_input_ids=[1] * 10,
+        output_ids=array("q", range(7)),
+        finished_len=None,
+        kv_committed_len=16,
+        reasoning_tokens=0,
+    )
+    VegasWorker.prepare_for_kv_cache_release(worker, req)
+    assert (req.kv_committed_len, len(req.output_ids)) == (16, 7)
