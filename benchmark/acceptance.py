@@ -9,17 +9,20 @@ greedy) and takes tokens an iteration from the server's own `meta_info`.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmark.environment import commit, device_name  # noqa: E402
+from benchmark.environment import (  # noqa: E402
+    add_common_flags,
+    commit,
+    device_name,
+    write_report,
+)
 from tests.prompts import Prompt, acceptance_prompts, load_tokenizer  # noqa: E402
 from tests.server_process import launch_server  # noqa: E402
 
@@ -60,15 +63,10 @@ def measure(options: argparse.Namespace, policy: str, prompts: list[Prompt]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens an iteration, by policy.")
-    parser.add_argument("--model-path", required=True)
+    add_common_flags(parser)
     parser.add_argument("--policies", nargs="+", default=["vegas", "streaming"])
-    parser.add_argument("--num-steps", type=int, default=7)
     parser.add_argument("--sparsity-ratio", type=float, default=0.07)
     parser.add_argument("--max-new-tokens", type=int, default=264)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--commit", default=None, help="where there is no git repository")
-    parser.add_argument("server_args", nargs="*", help="flags for the servers, behind --")
     options = parser.parse_args()
     prompts = acceptance_prompts(load_tokenizer(options.model_path))
     report: dict[str, Any] = {
@@ -86,10 +84,7 @@ def main() -> None:
             f"{policy:12} {len(cases):7} {sum(case['iterations'] for case in cases):10} "
             f"{statistics.mean(rates):19.2f} {min(rates):5.2f}"
         )
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {options.out}")
+    write_report(report, options.out)
 
 
 if __name__ == "__main__":

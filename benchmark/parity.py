@@ -10,9 +10,7 @@ between plain SGLang's two best tokens at the first difference tells a near-tie 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmark.environment import commit, device_name  # noqa: E402
+from benchmark.environment import (  # noqa: E402
+    add_common_flags,
+    commit,
+    device_name,
+    write_report,
+)
 from tests.prompts import acceptance_prompts, load_tokenizer, parity_prompts  # noqa: E402
 from tests.server.greedy_pairs import NEW_TOKENS, answers, compare  # noqa: E402
 from tests.server_process import Server, launch_server  # noqa: E402
@@ -65,12 +68,7 @@ def measure(options: argparse.Namespace, algorithm: str | None, log: Path) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Parity and decode rate of VEGAS.")
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--num-steps", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--commit", default=None, help="where there is no git repository")
-    parser.add_argument("server_args", nargs="*", help="flags for both servers, behind --")
+    add_common_flags(parser)
     options = parser.parse_args()
     plain = measure(options, None, options.log_dir / "parity_plain.log")
     vegas = measure(options, "VEGAS", options.log_dir / "parity_vegas.log")
@@ -114,10 +112,7 @@ def main() -> None:
             f"ratio {rate['tokens_per_second'] / base:.2f}, "
             f"{rate['accept_length']:.2f} tokens an iteration"
         )
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {options.out}")
+    write_report(report, options.out)
 
 
 if __name__ == "__main__":

@@ -200,12 +200,7 @@ def test_attention_backends_on_a_gpu(plain_args: ServerArgs, backend: str | None
     algorithm.validate(changed(plain_args, device="cuda", attention_backend=backend))
 
 
-def model_stub(
-    name: str = "SomeForCausalLM",
-    text: dict | None = None,
-    device: str = "cuda",
-    **changes: Any,
-) -> Any:
+def model_stub(name: str = "SomeForCausalLM", text: dict | None = None, **changes: Any) -> Any:
     values: dict[str, Any] = {
         "attention_arch": AttentionArch.MHA,
         "is_hybrid_swa": False,
@@ -216,7 +211,7 @@ def model_stub(
         "hf_text_config": SimpleNamespace(**(text or {})),
     }
     model = SimpleNamespace(**{**values, **changes})
-    return SimpleNamespace(get_model_config=lambda: model, device=device)
+    return SimpleNamespace(get_model_config=lambda: model, device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_rows_of_a_request_that_ended_after_the_batch_was_built() -> None:
         reqs=[SimpleNamespace(req_pool_idx=3), SimpleNamespace(req_pool_idx=None)],
         req_pool_indices_cpu=torch.tensor([3, 5]),
     )
-    assert _rows(cast(Any, batch)) == [3, 5]
+    assert _rows(batch) == [3, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
@@ -33,31 +33,27 @@ def test_wide_kv_is_taken(dtype: torch.dtype) -> None:
     _refuse_narrow_kv(dtype)
 
 
-def test_nothing_past_the_end_is_kept() -> None:
-    """A run of 5 tokens was accepted behind 2, and the request ended at its third."""
+def released(finished_len: int | None) -> SimpleNamespace:
+    """A request with 10 prompt tokens and 7 answered, a run of 5 behind 2, after its release."""
     worker: Any = SimpleNamespace(tables=RequestTables())
     req = SimpleNamespace(
         req_pool_idx=0,
         origin_input_ids=[1] * 10,
         output_ids=array("q", range(7)),
-        finished_len=5,
+        finished_len=finished_len,
         kv_committed_len=16,
         reasoning_tokens=7,
     )
     VegasWorker.prepare_for_kv_cache_release(worker, req)
+    return req
+
+
+def test_nothing_past_the_end_is_kept() -> None:
+    req = released(finished_len=5)
     assert (req.kv_committed_len, req.reasoning_tokens) == (15, 5)
     assert list(req.output_ids) == [0, 1, 2, 3, 4]
 
 
 def test_an_aborted_request_keeps_what_it_has() -> None:
-    worker: Any = SimpleNamespace(tables=RequestTables())
-    req = SimpleNamespace(
-        req_pool_idx=0,
-        origin_input_ids=[1] * 10,
-        output_ids=array("q", range(7)),
-        finished_len=None,
-        kv_committed_len=16,
-        reasoning_tokens=0,
-    )
-    VegasWorker.prepare_for_kv_cache_release(worker, req)
+    req = released(finished_len=None)
     assert (req.kv_committed_len, len(req.output_ids)) == (16, 7)
