@@ -79,7 +79,16 @@ class VegasSpecAlgo(CustomSpecAlgo):
             server_args.grammar_backend = "llguidance"
             logger.warning("Grammar backend is set to llguidance: xgrammar needs a GPU.")
         disable_overlap_on_cpu(server_args)
-        disable_cuda_graphs(server_args)
+        config = VegasConfig.from_env(server_args.speculative_num_steps)
+        if server_args.device == "cpu":
+            disable_cuda_graphs(server_args)
+        elif not config.selects_in_kernels:
+            disable_cuda_graphs(server_args)
+            logger.warning(
+                "CUDA graphs are disabled: policy %s with score mode %s selects in Python.",
+                config.policy,
+                config.score_mode,
+            )
 
 
 def register() -> None:

@@ -58,6 +58,13 @@ class VegasConfig:
         "What the vegas policy ranks by: mean softmax weight, or mean raw logit.",
         SCORE_MODES,
     )
+    speculate_above: int | None = _setting(
+        None,
+        _optional_int,
+        "KV tokens of a batch, all requests together, from which it drafts; smaller batches decode "
+        "plainly. 0 always drafts; 'none' decides by step times measured at start and by the "
+        "acceptance seen.",
+    )
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -73,6 +80,10 @@ class VegasConfig:
                 f"--vegas-max-tokens ({self.max_tokens}) must not be below "
                 f"--vegas-min-tokens ({self.min_tokens})."
             )
+        if self.speculate_above is not None and self.speculate_above < 0:
+            raise ValueError(
+                f"--vegas-speculate-above must be at least 0, got {self.speculate_above}."
+            )
         if self.score_mode not in SCORE_MODES:
             raise ValueError(
                 f"--vegas-score-mode must be one of {SCORE_MODES}, got {self.score_mode!r}."
@@ -82,6 +93,11 @@ class VegasConfig:
     def num_draft_tokens(self) -> int:
         """Tokens of one verify pass: the last committed token and gamma drafts."""
         return self.num_steps + 1
+
+    @property
+    def selects_in_kernels(self) -> bool:
+        """Whether the CUDA kernels make the tables; otherwise a policy's Python code does."""
+        return self.policy == "dense" or (self.policy, self.score_mode) == ("vegas", "weight")
 
     def budget(self, seq_len: int) -> int:
         """Number of positions to select from a context of `seq_len` tokens (paper section 3.2)."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from sgl_vegas.sglang_compat import SpecInput, SpecInputType
-from sgl_vegas.tables.draft_indices import StepIndices
 
 
 @dataclass
@@ -19,8 +18,6 @@ class VegasDraftInput(SpecInput):
             written yet.
         future_indices: (batch_size,) request-pool rows under overlap scheduling, where the
             scheduler relays `bonus_tokens` through its FutureMap; None otherwise.
-        positions: (batch_size,) int64, position of the token that a draft step decodes.
-        step_indices: what that step attends to.
         topk_p, topk_index, hidden_states: never set; SGLang's relay reads them.
 
     Tables do not ride here: they are kept by request-pool row.
@@ -28,8 +25,6 @@ class VegasDraftInput(SpecInput):
 
     bonus_tokens: torch.Tensor | None = None
     future_indices: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    step_indices: StepIndices | None = None
     topk_p: torch.Tensor | None = None
     topk_index: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None

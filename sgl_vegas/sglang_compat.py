@@ -7,14 +7,18 @@ releases, and a silent mismatch would corrupt KV or statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sglang
+import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.arg_groups.speculative_hook import _disable_overlap_schedule_for_cpu
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -29,6 +33,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner import get_batch_sizes_to_capture, model_capture_mode
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
+from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 from sglang.srt.observability.req_time_stats import set_time_batch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec
@@ -67,11 +75,13 @@ __all__ = [
     "CustomSpecAlgo",
     "EagleVerifyInput",
     "ForwardBatch",
+    "ForwardContext",
     "ForwardMode",
     "FutureMap",
     "GenerationBatchResult",
     "GrammarTree",
     "KVWriteLoc",
+    "LogitsProcessorOutput",
     "RadixAttention",
     "Req",
     "SamplingBatchInfo",
@@ -87,7 +97,10 @@ __all__ = [
     "compute_spec_v2_logprobs",
     "disable_cuda_graphs",
     "disable_overlap_on_cpu",
+    "forward_context",
     "generate_simulated_accept_index",
+    "graph_batch_sizes",
+    "graph_capture_session",
     "hook_cli",
     "hook_draft_kv_pool",
     "hook_finish_state",
@@ -96,6 +109,7 @@ __all__ = [
     "is_registered",
     "record_stream_each",
     "record_stream_for_v2_verify",
+    "replay_verify_graph",
     "resolved_view",
     "samples_with_flashinfer",
     "set_time_batch",
@@ -252,3 +266,24 @@ def disable_cuda_graphs(server_args: ServerArgs) -> None:
 def samples_with_flashinfer() -> bool:
     """Whether plain SGLang would sample with FlashInfer, whose filters differ with min-p."""
     return get_exec().kernel.sampling_backend == "flashinfer"
+
+
+def graph_batch_sizes(model_runner: Any) -> list[int]:
+    """Batch sizes of the server's decode graphs, ascending; empty if graphs are off."""
+    if model_runner.decode_cuda_graph_runner is None:
+        return []
+    return get_batch_sizes_to_capture(model_runner, 1)[0]
+
+
+def replay_verify_graph(model_runner: Any, batch_size: int) -> None:
+    """Replay SGLang's verify graph on the padded rows that its capture left behind."""
+    runner = model_runner.decode_cuda_graph_runner
+    runner.backend.replay(runner._make_graph_key(batch_size), None)
+
+
+@contextlib.contextmanager
+def graph_capture_session(model_runner: Any) -> Iterator[tuple[torch.cuda.Stream, Any]]:
+    """What SGLang puts around its own captures: (stream, memory pool shared with its graphs)."""
+    collect = model_runner.server_args.enable_cudagraph_gc
+    with model_capture_mode(), freeze_gc(collect), graph_capture() as context:
+        yield context.stream, get_or_create_global_graph_memory_pool(torch.cuda)

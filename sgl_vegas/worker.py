@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_vegas.attention.backend import VegasAttentionBackend
-from sgl_vegas.attention.draft_kernels import build_draft_kernel
+from sgl_vegas.attention.kernels import AttentionKernels
+from sgl_vegas.attention.torch_kernels import TorchKernels
 from sgl_vegas.config import VegasConfig
+from sgl_vegas.draft_graphs import DraftGraphs
 from sgl_vegas.draft_input import VegasDraftInput
-from sgl_vegas.drafting import draft
+from sgl_vegas.drafting import Drafter
 from sgl_vegas.logits import LogitsRules
 from sgl_vegas.model_check import attention_layers
+from sgl_vegas.payoff import Payoff, measure_costs
 from sgl_vegas.sampling.penalties import PenaltyTracker
 from sgl_vegas.selection.policy import build_policy
 from sgl_vegas.sglang_compat import (
     BaseSpecWorker,
     CaptureHiddenMode,
     GenerationBatchResult,
+    LogitsProcessorOutput,
     ScheduleBatch,
     ServerArgs,
     TpModelWorker,
     assert_hooks_took,
+    graph_batch_sizes,
     samples_with_flashinfer,
     set_time_batch,
     spec_stage_span,
 )
-from sgl_vegas.tables.draft_indices import DraftIndices
 from sgl_vegas.tables.request_tables import RequestTables
-from sgl_vegas.verification import verify
+from sgl_vegas.timing import PhaseTimer
+from sgl_vegas.verification import Verified, accept, verify_batch
+
+if TYPE_CHECKING:
+    from sgl_vegas.attention.cuda_kernels import CudaWorkspace
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +65,8 @@ class VegasWorker(BaseSpecWorker):
         super().__init__()
         assert_hooks_took()
         self.server_args = server_args
+        # Set by VegasSpecAlgo.handle_server_args.
+        self.max_requests: int = server_args.max_running_requests  # pyright: ignore[reportAttributeAccessIssue]
         self.device: Any = server_args.device
         self._target_worker = target_worker
         self.model_runner: Any = target_worker.model_runner
@@ -67,35 +77,106 @@ class VegasWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.config.num_draft_tokens
         _refuse_narrow_kv(self.model_runner.kv_cache_dtype)
         self.layers = attention_layers(self.model_runner.model)
-        self.tables = RequestTables()
-        self.penalties = PenaltyTracker(self.model_runner.model_config.vocab_size, self.device)
+        self.tables = self._make_tables()
+        self.workspace = None
+        if self.device != "cpu":
+            self.workspace = self._make_workspace()
+        self.payoff = Payoff(self.config, costs=None)
+        self.penalties = PenaltyTracker(self.vocab_size, self.device)
+        self.timer = PhaseTimer.from_env()
+        self.graphs: DraftGraphs | None = None
 
     @property
     def draft_worker(self) -> None:
         """None: the target drafts for itself."""
         return None
 
+    @property
+    def vocab_size(self) -> int:
+        return self.model_runner.model_config.vocab_size
+
+    # SGLang sizes the KV pool by the memory that is free after the worker's constructor, so
+    # everything of VEGAS's own is allocated there and nothing later.
+    def _make_tables(self) -> RequestTables:
+        max_selected = self.config.budget(self.model_runner.model_config.context_len)
+        num_rows = self.max_requests + 1  # row 0 is for padding
+        return RequestTables(len(self.layers), num_rows, max_selected, self.device)
+
+    def _make_workspace(self) -> CudaWorkspace:
+        from sgl_vegas.attention.cuda_kernels import CudaWorkspace
+
+        layer = self.layers[0]
+        dtype = self.model_runner.kv_cache_dtype
+        token_bytes = 2 * len(self.layers) * layer.tp_k_head_num * layer.qk_head_dim
+        free_tokens = torch.cuda.mem_get_info()[0] // (token_bytes * dtype.itemsize)
+        max_tokens = min(free_tokens, self.server_args.max_total_tokens or free_tokens)
+        workspace = CudaWorkspace(
+            self.layers, self.tables, self.config, self.policy, max_tokens, dtype
+        )
+        graphs: Any = self.server_args.cuda_graph_config
+        bs = min(max(graphs.decode.bs or [1]), self.max_requests)
+        self.draft_probs = torch.zeros(
+            (bs, self.config.num_steps, self.vocab_size), device=self.device
+        )
+        sizes = {
+            "tables": self.tables.nbytes,
+            "scores": workspace.score_bytes,
+            "draft probabilities": self.draft_probs.nbytes,
+            "attention workspaces": workspace.nbytes,
+        }
+        logger.info(
+            "VEGAS uses %.2f GB: %s.",
+            sum(sizes.values()) / 2**30,
+            ", ".join(f"{name} {nbytes / 2**30:.2f}" for name, nbytes in sizes.items()),
+        )
+        return workspace
+
     def init_attention_backends(self) -> None:
         """Put the VEGAS backend around the target's, before anything runs."""
-        dense = self.model_runner.attn_backend
+        runner = self.model_runner
+        req_to_token = runner.req_to_token_pool.req_to_token
+        assert len(req_to_token) <= len(self.tables.counts), "more request rows than tables"
+        kernel_arguments = (
+            self.policy,
+            self.tables,
+            req_to_token,
+            self.config.num_draft_tokens,
+        )
+        if self.workspace is None:
+            kernels: AttentionKernels = TorchKernels(*kernel_arguments)
+        else:
+            from sgl_vegas.attention.cuda_kernels import CudaKernels
+
+            kernels = CudaKernels(self.workspace, *kernel_arguments)
         self.backend = VegasAttentionBackend(
-            dense=dense,
-            draft_kernel=build_draft_kernel(self.layers[0], self.model_runner),
-            policy=self.policy,
-            req_to_token_pool=self.model_runner.req_to_token_pool,
-            token_to_kv_pool=self.model_runner.token_to_kv_pool,
-            dense_can_verify=self.device != "cpu",
+            runner.attn_backend, kernels, runner.req_to_token_pool, runner.token_to_kv_pool
         )
-        self.model_runner.attn_backend = self.backend
-        prefill_backend = self.server_args.attention_backend
-        self._needs_mask = self.backend.dense_can_verify and prefill_backend != "fa3"
+        runner.attn_backend = self.backend
+        self.drafter = Drafter(runner, self.backend, self.config.num_steps)
         logger.info(
-            "VEGAS speculative decoding: %s, attention: prefill and verify %s, drafts %s, "
-            "scores and selection torch",
+            "VEGAS speculative decoding: %s, attention: prefill %s, drafts, verify and selection "
+            "%s",
             self.config.describe(),
-            prefill_backend if self.backend.dense_can_verify else f"{prefill_backend} and torch",
-            self.backend.draft_kernel.name,
+            self.server_args.attention_backend,
+            kernels.name,
         )
+
+    def init_cuda_graphs(self) -> None:
+        """Capture drafts and plain steps for the batch sizes of SGLang's verify graphs, and
+        measure all three."""
+        batch_sizes = graph_batch_sizes(self.model_runner)
+        if not batch_sizes:
+            return
+        assert batch_sizes[-1] <= len(self.draft_probs)
+        self.graphs = DraftGraphs(self.drafter, batch_sizes, self.draft_probs)
+        self.graphs.capture()
+        if self.config.speculate_above is None:
+            self.payoff.costs = measure_costs(self.graphs, self.model_runner, self.layers[0])
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        self.payoff.saw(num_correct_drafts_per_req)
 
     def clear_cache_pool(self) -> None:
         self.tables.clear()
@@ -106,7 +187,6 @@ class VegasWorker(BaseSpecWorker):
         A run may be accepted past the token that ended the request. The prefix cache would take
         those tokens too, and a later prompt could match what no client was sent.
         """
-        self.tables.drop(req.req_pool_idx)
         if req.finished_len is not None:
             answered = len(req.origin_input_ids) + req.finished_len
             req.kv_committed_len = min(req.kv_committed_len, answered)
@@ -143,7 +223,6 @@ class VegasWorker(BaseSpecWorker):
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.NULL
         )
-        self._keep_tables(batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -154,61 +233,93 @@ class VegasWorker(BaseSpecWorker):
         draft_input: Any = batch.spec_info
         assert isinstance(draft_input, VegasDraftInput) and draft_input.bonus_tokens is not None
         bonus_tokens = draft_input.bonus_tokens.long()
-        rows = _rows(batch)
-        seq_lens = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
-        req_to_token = self.model_runner.req_to_token_pool.req_to_token
-        steps = torch.arange(self.config.num_draft_tokens, device=self.device)
-        cache_locs = req_to_token[
-            batch.req_pool_indices.unsqueeze(1), batch.seq_lens.unsqueeze(1) + steps
-        ].long()
         rules = LogitsRules.of_batch(
             batch.sampling_info,
             self.penalties.rows(batch.reqs, bonus_tokens),
             renormalise_between=samples_with_flashinfer(),
         )
-
-        set_time_batch(batch.reqs, "set_spec_draft_start_time", trace_only=True)
-        with spec_stage_span("draft"):
-            indices = DraftIndices(
-                self.tables, req_to_token, rows, seq_lens, self.config.num_steps, len(self.layers)
-            )
-            drafts = draft(batch, self.target_worker, bonus_tokens, cache_locs, indices, rules)
-        set_time_batch(batch.reqs, "set_spec_draft_end_time", trace_only=True)
-        with spec_stage_span("verify"):
-            verified = verify(
-                batch,
-                self.target_worker,
-                bonus_tokens,
-                drafts,
-                cache_locs,
-                rules.along(drafts.tokens),
-                self._needs_mask,
-            )
+        drafts_pay = self.payoff.drafts(len(batch.reqs), _context_tokens(batch))
+        if self.timer is not None:
+            self.timer.begin("speculate" if drafts_pay else "plain", len(batch.reqs))
+        if drafts_pay:
+            candidates, verified, result = self._speculate(batch, bonus_tokens, rules)
+        else:
+            candidates, verified, result = self._plain_step(batch, bonus_tokens, rules)
         new_seq_lens = batch.seq_lens + verified.accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._keep_tables(batch)
-        self.penalties.commit(batch.reqs, drafts.tokens, verified.accept_lens - 1)
+        self.penalties.commit(batch.reqs, candidates[:, 1:], verified.accept_lens - 1)
         return GenerationBatchResult(
-            logits_output=verified.result.logits_output,
+            logits_output=result.logits_output,
             next_token_ids=verified.tokens,
-            can_run_cuda_graph=verified.result.can_run_cuda_graph,
+            can_run_cuda_graph=result.can_run_cuda_graph,
             accept_lens=verified.accept_lens,
             new_seq_lens=new_seq_lens,
             next_draft_input=VegasDraftInput(bonus_tokens=verified.bonus_tokens),  # pyright: ignore[reportArgumentType]
-            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
-            routed_experts_output=verified.result.routed_experts_output,
-            extra_keep_alive_refs=verified.keep_alive,
+            # How far apart the requests' tokens lie in next_token_ids.
+            speculative_num_draft_tokens=candidates.shape[1],
+            routed_experts_output=result.routed_experts_output,
+            extra_keep_alive_refs=[batch.input_ids, batch.out_cache_loc, batch.spec_info],
         )
 
-    def _keep_tables(self, batch: ScheduleBatch) -> None:
-        """Replace the batch's tables by those of the pass that just ran."""
-        tables = self.backend.take_tables()
-        for index, row in enumerate(_rows(batch)):
-            if tables is None:
-                self.tables.drop(row)
+    def _speculate(
+        self, batch: ScheduleBatch, bonus_tokens: torch.Tensor, rules: LogitsRules
+    ) -> tuple[torch.Tensor, Verified, GenerationBatchResult]:
+        rows, seq_lens = batch.req_pool_indices, batch.seq_lens
+        set_time_batch(batch.reqs, "set_spec_draft_start_time", trace_only=True)
+        with spec_stage_span("draft"):
+            if self.graphs is not None and self.graphs.can_run(len(rows)):
+                drafts = self.graphs.draft(bonus_tokens, rows, seq_lens, rules.rows)
             else:
-                self.tables.put(row, tables[index])
+                drafts = self.drafter.draft(bonus_tokens, rows, seq_lens, rules)
+            self._mark("drafted")
+        set_time_batch(batch.reqs, "set_spec_draft_end_time", trace_only=True)
+        with spec_stage_span("verify"):
+            candidates = torch.cat([bonus_tokens.unsqueeze(1), drafts.tokens], dim=1)
+            steps = torch.arange(candidates.shape[1], device=candidates.device)
+            req_to_token = self.model_runner.req_to_token_pool.req_to_token
+            cache_locs = req_to_token[rows.unsqueeze(1), seq_lens.unsqueeze(1) + steps].long()
+            forward_batch = verify_batch(batch, self.target_worker, candidates, cache_locs)
+            self._mark("verify")
+            result = self.target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=True
+            )
+            self._mark("verified")
+            verified = accept(
+                batch,
+                candidates,
+                drafts.probs,
+                result.logits_output,
+                rules.along(drafts.tokens),
+            )
+        return candidates, verified, result
+
+    def _plain_step(
+        self, batch: ScheduleBatch, bonus_tokens: torch.Tensor, rules: LogitsRules
+    ) -> tuple[torch.Tensor, Verified, GenerationBatchResult]:
+        rows, seq_lens = batch.req_pool_indices, batch.seq_lens
+        in_graph = self.graphs is not None and self.graphs.can_run(len(rows))
+        step = self.graphs.plain_step if in_graph else self.drafter.plain_step  # pyright: ignore[reportOptionalMemberAccess]
+        self._mark("drafted")
+        self._mark("verify")
+        logits_output = LogitsProcessorOutput(next_token_logits=step(bonus_tokens, rows, seq_lens))
+        self._mark("verified")
+        candidates = bonus_tokens.unsqueeze(1)
+        verified = accept(batch, candidates, None, logits_output, rules)
+        return (
+            candidates,
+            verified,
+            GenerationBatchResult(logits_output=logits_output, can_run_cuda_graph=in_graph),
+        )
+
+    def _mark(self, phase: str) -> None:
+        if self.timer is not None:
+            self.timer.mark(phase)
+
+
+def _context_tokens(batch: ScheduleBatch) -> int:
+    """KV tokens of a batch, all requests together, to within an iteration's under overlap."""
+    return sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
 
 
 def _refuse_narrow_kv(dtype: torch.dtype) -> None:
@@ -218,12 +329,3 @@ def _refuse_narrow_kv(dtype: torch.dtype) -> None:
             f"VEGAS does not support a KV cache of {dtype}: verify and draft would read different "
             "numbers. Set --kv-cache-dtype bfloat16."
         )
-
-
-def _rows(batch: ScheduleBatch) -> list[int]:
-    """Request-pool rows of a batch, on the host.
-
-    Not `req.req_pool_idx`: with a grammar in the batch, SGLang processes the previous result, and
-    frees the rows of requests that ended in it, after it has built this batch.
-    """
-    return cast(list[int], batch.req_pool_indices_cpu.tolist())

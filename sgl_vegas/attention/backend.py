@@ -1,4 +1,4 @@
-"""The attention backend: dense for prefill, collect for verify, sparse for drafts."""
+"""The attention backend: SGLang's own for prefill, ours for drafts and verify passes."""
 
 from __future__ import annotations
 
@@ -6,52 +6,41 @@ from typing import Any
 
 import torch
 
-from sgl_vegas.attention.collector import Collector
-from sgl_vegas.attention.draft_kernels import DraftKernel
-from sgl_vegas.attention.torch_reference import verify_attention
+from sgl_vegas.attention.kernels import AttentionKernels
 from sgl_vegas.draft_input import VegasDraftInput
-from sgl_vegas.selection.policy import SelectionPolicy
 from sgl_vegas.sglang_compat import (
     AttentionBackend,
-    EagleVerifyInput,
     ForwardBatch,
     KVWriteLoc,
     RadixAttention,
 )
-from sgl_vegas.tables.request_tables import RequestTable
 
 
 class VegasAttentionBackend(AttentionBackend):
     """Wraps the backend that SGLang chose, and takes its place on the target's model runner.
 
-    - Prefill is SGLang's own attention; the prompt's last query is scored beside it.
-    - Verify is SGLang's own attention where it can verify (every GPU backend that VEGAS admits),
-      the torch reference where it can't (`torch_native`); its first and last query are scored.
-    - Draft steps go to the sparse kernel.
-
-    Everything else that SGLang asks of a backend is answered by the wrapped one.
+    Prefill is the wrapped backend's, with the prompt's last query scored beside it; draft steps
+    and verify passes are the kernels'. Everything else that SGLang asks of a backend is answered
+    by the wrapped one.
     """
 
     def __init__(
         self,
         dense: AttentionBackend,
-        draft_kernel: DraftKernel,
-        policy: SelectionPolicy,
+        kernels: AttentionKernels,
         req_to_token_pool: Any,
         token_to_kv_pool: Any,
-        dense_can_verify: bool,
     ) -> None:
         super().__init__()
         self.dense = dense
-        self.draft_kernel = draft_kernel
-        self.policy = policy
+        self.kernels = kernels
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
-        self.dense_can_verify = dense_can_verify
-        self.needs_cpu_seq_lens = dense.needs_cpu_seq_lens
+        # The kernels of a GPU read lengths there; what the wrapped backend needs is for prefill,
+        # where SGLang always has them on the host.
+        self.needs_cpu_seq_lens = dense.needs_cpu_seq_lens and not kernels.capturable
         self.prefill_attention_backend_str = dense.prefill_attention_backend_str
         self.decode_attention_backend_str = dense.decode_attention_backend_str
-        self._collector: Collector | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "dense":  # not set yet: don't recurse
@@ -61,30 +50,39 @@ class VegasAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return self.dense.support_triton()
 
-    def take_tables(self) -> list[RequestTable] | None:
-        """The tables of the last prefill or verify pass, in batch order; None if none were made."""
-        collector, self._collector = self._collector, None
-        return None if collector is None else collector.tables()
-
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        spec_info: Any = forward_batch.spec_info
-        if isinstance(spec_info, VegasDraftInput) and forward_batch.forward_mode.is_decode():
-            assert spec_info.step_indices is not None
-            self.draft_kernel.plan(spec_info.step_indices)
+        if forward_batch.forward_mode.is_target_verify():
+            self.kernels.begin_verify(forward_batch.req_pool_indices, forward_batch.seq_lens)
             return
-        is_verify = isinstance(spec_info, EagleVerifyInput)
-        if self.dense_can_verify or not is_verify:
-            self.dense.init_forward_metadata(forward_batch)
-        self._seq_lens = self._host_seq_lens(forward_batch)
-        self._collector = None
-        if self.policy.makes_tables and forward_batch.forward_mode.is_extend():
-            self._collector = Collector(
-                self.policy,
-                self.req_to_token_pool.req_to_token,
-                forward_batch.req_pool_indices.tolist(),
-                self._seq_lens,
-                spec_info.draft_token_num if is_verify else 0,
-            )
+        self.dense.init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_extend():
+            self.kernels.begin_prefill(forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def begin_draft(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
+    ) -> None:
+        """Before each draft step's forward: see `AttentionKernels.begin_draft`."""
+        self.kernels.begin_draft(rows, seq_lens, step, dense)
+
+    # SGLang captures verify passes only: nothing is kept outside the graph, since the kernels take
+    # their plan from the static `seq_lens` and `req_pool_indices` inside it.
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        pass
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        if not forward_batch.forward_mode.is_target_verify():
+            self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_target_verify():
+            self.kernels.begin_verify(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        else:
+            self.dense.init_forward_metadata_in_graph(forward_batch)
 
     def forward_decode(
         self,
@@ -96,11 +94,15 @@ class VegasAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if not isinstance(forward_batch.spec_info, VegasDraftInput):
+            # SGLang's warm-up decodes before there is anything to draft from.
+            return self.dense.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            )
         if save_kv_cache:
             self._write_kv(layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k_cache, v_cache = self._kv_cache(layer)
-        output = self.draft_kernel.run(layer.layer_id, queries, k_cache, v_cache, layer.scaling)
+        output = self.kernels.draft(layer.layer_id, queries, *self._caches(layer), layer.scaling)
         return output.reshape(q.shape[0], -1)
 
     def forward_extend(
@@ -113,47 +115,23 @@ class VegasAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        is_verify = forward_batch.forward_mode.is_target_verify()
-        if is_verify and not self.dense_can_verify:
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if forward_batch.forward_mode.is_target_verify():
             if save_kv_cache:
                 self._write_kv(layer, forward_batch, k, v)
-            output = self._verify(q, layer, forward_batch)
-        else:
-            output = self.dense.forward_extend(
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            output = self.kernels.verify(
+                layer.layer_id, queries, *self._caches(layer), layer.scaling
             )
-        if self._collector is not None:
-            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            if is_verify:
-                rows = queries.unflatten(0, (len(self._seq_lens), -1))
-                picked = rows[:, [0, -1]]
-            else:
-                extend_seq_lens: Any = forward_batch.extend_seq_lens
-                picked = queries[extend_seq_lens.cumsum(0) - 1].unsqueeze(1)
-            k_cache, _ = self._kv_cache(layer)
-            self._collector.collect(layer.layer_id, picked, k_cache, layer.scaling)
+            return output.reshape(q.shape[0], -1)
+        output = self.dense.forward_extend(
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+        extend_seq_lens: Any = forward_batch.extend_seq_lens
+        last_queries = queries[extend_seq_lens.cumsum(0) - 1]
+        self.kernels.prefill(layer.layer_id, last_queries, *self._caches(layer), layer.scaling)
         return output
 
-    def _verify(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        spec_info: Any = forward_batch.spec_info
-        assert isinstance(spec_info, EagleVerifyInput)
-        k_cache, v_cache = self._kv_cache(layer)
-        req_to_token = self.req_to_token_pool.req_to_token
-        queries = q.view(
-            len(self._seq_lens), spec_info.draft_token_num, layer.tp_q_head_num, layer.qk_head_dim
-        )
-        outputs = []
-        for row, seq_len in enumerate(self._seq_lens):
-            kv_len = seq_len + spec_info.draft_token_num
-            slots = req_to_token[forward_batch.req_pool_indices[row], :kv_len]
-            outputs.append(
-                verify_attention(queries[row], k_cache[slots], v_cache[slots], layer.scaling)
-            )
-        return torch.cat(outputs).reshape(q.shape[0], -1)
-
-    def _kv_cache(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    def _caches(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
         return (
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
@@ -165,8 +143,3 @@ class VegasAttentionBackend(AttentionBackend):
         self.token_to_kv_pool.set_kv_buffer(
             layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
         )
-
-    @staticmethod
-    def _host_seq_lens(forward_batch: ForwardBatch) -> list[int]:
-        lengths = forward_batch.seq_lens_cpu
-        return (forward_batch.seq_lens if lengths is None else lengths).tolist()

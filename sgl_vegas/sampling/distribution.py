@@ -59,6 +59,14 @@ def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     probs = torch.softmax(logits.float() / rows.temperatures, dim=-1)
     if not rows.need_filter:
         return probs
+    kept = (
+        _filter_with_flashinfer(probs, rows) if probs.is_cuda else _filter_by_sorting(probs, rows)
+    )
+    return kept.div_(kept.sum(dim=-1, keepdim=True))
+
+
+def _filter_by_sorting(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """(n, vocab) float32: `probs` where the row's filters keep them, 0 elsewhere."""
     ordered, order = probs.sort(dim=-1, descending=True)
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     keep = rank < rows.top_ks.unsqueeze(1)
@@ -70,9 +78,25 @@ def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     keep &= mass_before <= (rows.top_ps * scale).unsqueeze(1)
     # The largest probability is the first, and renormalising keeps the ratio to it.
     keep &= ordered >= ordered[:, :1] * rows.min_ps.unsqueeze(1)
-    kept = ordered * keep
-    kept /= kept.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(-1, order, kept)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
+
+
+def _filter_with_flashinfer(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """As `_filter_by_sorting`, with FlashInfer's selection kernels, which don't sort a vocabulary.
+
+    Of tokens equally probable at a cut they keep all, as plain SGLang's sampler does there.
+    """
+    from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
+
+    among_top_k = top_k_renorm_probs(probs, rows.top_ks)
+    source = probs
+    if rows.renormalise_between:
+        source = torch.where((rows.min_ps > 0).unsqueeze(1), among_top_k, probs)
+    keep = top_p_renorm_probs(source, rows.top_ps) > 0
+    keep |= (rows.top_ps >= 1).unsqueeze(1)
+    keep &= among_top_k > 0
+    keep &= probs >= probs.amax(dim=-1, keepdim=True) * rows.min_ps.unsqueeze(1)
+    return probs * keep
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -1,43 +1,61 @@
-"""The tables of the running requests, by request-pool row."""
+"""The tables of the running requests, by request-pool row, in buffers that never move."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 
-@dataclass(frozen=True)
-class RequestTable:
-    """What one request's drafts attend to beside its recent tokens.
+class RequestTables:
+    """What each request's drafts attend to beside its recent tokens.
+
+    Row r's drafts attend to the first `counts[r]` entries of `positions[layer, r]` and to every
+    position from `bases[r]` on. A base of 0 means drafting densely. Positions are logical, so they
+    stay right when the KV moves, is shared, or is computed again after a retraction. CUDA graphs
+    hold the addresses of the buffers.
 
     Attributes:
-        base: KV length when the table was made; positions at or after it are *recent*.
-        positions: (num_layers, k) int32, logical positions in `[0, base)`. Logical, so that they
-            stay right when the KV moves, is shared, or is computed again after a retraction.
+        positions: (num_layers, num_rows, max_selected) int32, each in `[0, bases[row])`.
+        counts: (num_rows,) int32.
+        bases: (num_rows,) int32, KV length when the table was made.
     """
 
-    base: int
-    positions: torch.Tensor
+    def __init__(
+        self, num_layers: int, num_rows: int, max_selected: int, device: torch.device | str
+    ) -> None:
+        self.positions = torch.zeros(
+            (num_layers, num_rows, max_selected), dtype=torch.int32, device=device
+        )
+        self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.bases = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.counts.nbytes + self.bases.nbytes
 
-class RequestTables:
-    """Tables by request-pool row. A row without one drafts densely."""
+    def put(self, layer: int, row: int, base: int, positions: torch.Tensor) -> None:
+        """Set one layer of one row: `positions` (k,) integer. More than fit are cut off."""
+        count = min(len(positions), self.positions.shape[2])
+        self.positions[layer, row, :count] = positions[:count].to(torch.int32)
+        self.counts[row] = count
+        self.bases[row] = base
 
-    def __init__(self) -> None:
-        self._tables: dict[int, RequestTable] = {}
-
-    def put(self, row: int, table: RequestTable) -> None:
-        self._tables[row] = table
-
-    def get(self, row: int) -> RequestTable | None:
-        return self._tables.get(row)
-
-    def drop(self, row: int) -> None:
-        self._tables.pop(row, None)
+    def drop(self, rows: torch.Tensor) -> None:
+        """Let `rows`, (n,) int64, draft densely."""
+        self.counts.index_fill_(0, rows, 0)
+        self.bases.index_fill_(0, rows, 0)
 
     def clear(self) -> None:
-        self._tables.clear()
+        self.counts.zero_()
+        self.bases.zero_()
 
-    def __len__(self) -> int:
-        return len(self._tables)
+    def draft_positions(self, row: int, seq_len: int) -> torch.Tensor:
+        """What the draft at position `seq_len` attends to: (num_layers, n) int64, recent ones last.
+
+        The reference of what the kernels read. A wrong table may cost acceptance, never memory
+        safety: entries are cut to the row's committed positions.
+        """
+        base = min(int(self.bases[row]), seq_len)
+        count = int(self.counts[row]) if base > 0 else 0
+        selected = self.positions[:, row, :count].long().clamp(0, max(base - 1, 0))
+        recent = torch.arange(base, seq_len + 1, device=selected.device)
+        return torch.cat([selected, recent.expand(len(selected), -1)], dim=1)

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_vegas.tables.request_tables import RequestTables
-from sgl_vegas.worker import VegasWorker, _refuse_narrow_kv, _rows
-
-
-def test_rows_of_a_request_that_ended_after_the_batch_was_built() -> None:
-    """SGLang frees a row by setting `req.req_pool_idx` to None; the batch still carries it."""
-    batch: Any = SimpleNamespace(
-        reqs=[SimpleNamespace(req_pool_idx=3), SimpleNamespace(req_pool_idx=None)],
-        req_pool_indices_cpu=torch.tensor([3, 5]),
-    )
-    assert _rows(batch) == [3, 5]
+from sgl_vegas.worker import VegasWorker, _refuse_narrow_kv
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
@@ -35,7 +25,7 @@ def test_wide_kv_is_taken(dtype: torch.dtype) -> None:
 
 def released(finished_len: int | None) -> SimpleNamespace:
     """A request with 10 prompt tokens and 7 answered, a run of 5 behind 2, after its release."""
-    worker: Any = SimpleNamespace(tables=RequestTables())
+    worker: Any = SimpleNamespace()
     req = SimpleNamespace(
         req_pool_idx=0,
         origin_input_ids=[1] * 10,

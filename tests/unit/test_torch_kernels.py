@@ -1,16 +1,17 @@
-"""The collect path on a paged KV pool, against a float64 loop that knows no pool."""
+"""The PyTorch attention paths on a paged KV pool, against float64 loops that know no pool."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from sgl_vegas.attention.collector import Collector
+from sgl_vegas.attention.torch_kernels import TorchKernels
 from sgl_vegas.config import VegasConfig
 from sgl_vegas.selection.policy import SelectionPolicy, build_policy
-from sgl_vegas.tables.request_tables import RequestTable
+from sgl_vegas.tables.request_tables import RequestTables
 
 NUM_LAYERS = 2
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -82,11 +83,36 @@ def weights_of(queries: torch.Tensor, keys: torch.Tensor, visible: list[int], se
     return total / (len(visible) * HEADS)
 
 
-def collect(policy: SelectionPolicy, pool: Pool, num_verified: int) -> list[RequestTable]:
-    collector = Collector(policy, pool.req_to_token, ROWS, SEQ_LENS, num_verified)
+class Selected(NamedTuple):
+    """One request's table: base, positions (num_layers, k)."""
+
+    base: int
+    positions: torch.Tensor
+
+
+def collect(policy: SelectionPolicy, pool: Pool, num_verified: int) -> list[Selected]:
+    """The tables that a prefill (num_verified 0) or verify pass makes of the pool's queries."""
+    tables = RequestTables(NUM_LAYERS, len(pool.req_to_token), 256, "cpu")
+    kernels = TorchKernels(policy, tables, pool.req_to_token, num_verified)
+    rows, seq_lens = torch.tensor(ROWS), torch.tensor(SEQ_LENS)
+    if num_verified:
+        kernels.begin_verify(rows, seq_lens)
+    else:
+        kernels.begin_prefill(rows, seq_lens)
     for layer in range(NUM_LAYERS):
-        collector.collect(layer, pool.queries[layer], pool.caches[layer], SCALE)
-    return collector.tables()
+        cache = pool.caches[layer]
+        if num_verified:
+            # The first and the last query of a request are the pool's; those between don't count.
+            first_and_last = pool.queries[layer]
+            queries = torch.full((len(ROWS), num_verified, HEADS, DIM), float("nan"))
+            queries[:, 0], queries[:, -1] = first_and_last[:, 0], first_and_last[:, 1]
+            kernels.verify(layer, queries.flatten(0, 1), cache, cache, SCALE)
+        else:
+            kernels.prefill(layer, pool.queries[layer][:, 0], cache, cache, SCALE)
+    return [
+        Selected(int(tables.bases[row]), tables.positions[:, row, : int(tables.counts[row])])
+        for row in ROWS
+    ]
 
 
 @pytest.mark.parametrize("num_verified", [0, 2, 7])
@@ -156,3 +182,62 @@ def test_streaming_needs_no_queries() -> None:
     for table, seq_len, budget in zip(tables, SEQ_LENS, BUDGETS, strict=True):
         expected = [*range(4), *range(seq_len - budget + 4, seq_len)]
         assert table.positions.tolist() == [expected] * NUM_LAYERS
+
+
+def attention_of(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """(heads, dim) float64: one query over all of `keys`, a head at a time."""
+    outputs = []
+    for h in range(HEADS):
+        k, v = (x[:, h // (HEADS // KV_HEADS)].double() for x in (keys, values))
+        outputs.append(torch.softmax(k @ query[h].double() * SCALE, dim=0) @ v)
+    return torch.stack(outputs)
+
+
+def test_verify_attends_to_everything_before_each_query() -> None:
+    width = 4
+    pool = Pool(width, seed=5)
+    tables = RequestTables(NUM_LAYERS, 6, 256, "cpu")
+    kernels = TorchKernels(build_policy(CONFIG), tables, pool.req_to_token, width)
+    kernels.begin_verify(torch.tensor(ROWS), torch.tensor(SEQ_LENS))
+    queries = torch.randn(len(ROWS) * width, HEADS, DIM, generator=torch.Generator().manual_seed(6))
+    got = kernels.verify(1, queries, pool.caches[1], pool.caches[1], SCALE)
+    for i, seq_len in enumerate(SEQ_LENS):
+        for j in range(width):
+            keys = pool.keys_of[1][i][: seq_len + j + 1]
+            expected = attention_of(queries[i * width + j], keys, keys)
+            torch.testing.assert_close(got[i * width + j].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_drafts_attend_to_the_table_and_what_came_after(dense: bool) -> None:
+    pool = Pool(8, seed=7)
+    tables = RequestTables(NUM_LAYERS, 6, 32, "cpu")
+    generator = torch.Generator().manual_seed(8)
+    chosen = {}
+    for row, seq_len in zip(ROWS, SEQ_LENS, strict=True):
+        for layer in range(NUM_LAYERS):
+            chosen[row, layer] = torch.randperm(seq_len - 3, generator=generator)[:8]
+            tables.put(layer, row, seq_len - 3, chosen[row, layer])
+    kernels = TorchKernels(build_policy(CONFIG), tables, pool.req_to_token, 8)
+    for step in (0, 5):
+        kernels.begin_draft(torch.tensor(ROWS), torch.tensor(SEQ_LENS), step, dense)
+        queries = torch.randn(len(ROWS), HEADS, DIM, generator=generator)
+        for layer in range(NUM_LAYERS):
+            got = kernels.draft(layer, queries, pool.caches[layer], pool.caches[layer], SCALE)
+            for i, (row, seq_len) in enumerate(zip(ROWS, SEQ_LENS, strict=True)):
+                recent = range(0 if dense else seq_len - 3, seq_len + step + 1)
+                positions = [*recent] if dense else [*chosen[row, layer].tolist(), *recent]
+                keys = pool.keys_of[layer][i][positions]
+                expected = attention_of(queries[i], keys, keys)
+                torch.testing.assert_close(got[i].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prefill_forgets_the_rows_last_request() -> None:
+    pool = Pool(0, seed=9)
+    tables = RequestTables(NUM_LAYERS, 6, 32, "cpu")
+    tables.put(0, ROWS[0], 77, torch.arange(5))
+    policy = build_policy(VegasConfig(policy="dense"))
+    kernels = TorchKernels(policy, tables, pool.req_to_token, 4)
+    kernels.begin_prefill(torch.tensor(ROWS), torch.tensor(SEQ_LENS))
+    assert not tables.counts.any()
+    assert not tables.bases.any()

@@ -1,0 +1,196 @@
+"""The attention paths on a GPU: split-KV kernels over page size 1 that need no plan on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sgl_vegas_kernels.paged_attention import PagedAttention, ScoreCollector, Tables
+
+from sgl_vegas.attention.torch_kernels import TorchKernels
+from sgl_vegas.config import VegasConfig
+from sgl_vegas.selection.policy import SelectionPolicy
+from sgl_vegas.tables.request_tables import RequestTables
+
+
+class CudaWorkspace:
+    """What the kernels own, made before SGLang sizes its KV pool."""
+
+    def __init__(
+        self,
+        layers: list[Any],
+        tables: RequestTables,
+        config: VegasConfig,
+        policy: SelectionPolicy,
+        max_tokens: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Args:
+        max_tokens: tokens that the KV pool may come to hold; scores are kept for as many at a
+            time, one layer after the other.
+        """
+        layer, device = layers[0], tables.counts.device
+        num_heads, num_kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
+        max_batch = len(tables.counts)
+
+        def attention(num_queries: int) -> PagedAttention:
+            return PagedAttention(
+                num_heads,
+                num_kv_heads,
+                layer.qk_head_dim,
+                num_queries,
+                max_batch,
+                dtype,
+                device,
+            )
+
+        self.decode = attention(1)
+        self.verify = attention(config.num_draft_tokens)
+        self.scores: ScoreCollector | None = None
+        if policy.makes_tables and config.selects_in_kernels:
+            self.scores = ScoreCollector(
+                num_layers=len(layers),
+                num_rows=max_batch,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                capacity_tokens=max_tokens,
+                max_batch=max_batch,
+                ratio=config.sparsity_ratio,
+                min_tokens=config.min_tokens,
+                max_tokens=config.max_tokens or tables.positions.shape[2],
+                device=device,
+            )
+        self.nbytes = self.decode.nbytes + self.verify.nbytes
+        self.score_bytes = self.scores.nbytes if self.scores is not None else 0
+
+
+class CudaKernels:
+    """Drafts and verify passes by CUDA kernels, which select too if the policy is `vegas`.
+
+    Other policies select in PyTorch, one request at a time, and can't be captured in a graph;
+    `dense` selects nothing.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        workspace: CudaWorkspace,
+        policy: SelectionPolicy,
+        tables: RequestTables,
+        req_to_token: torch.Tensor,
+        num_draft_tokens: int,
+    ) -> None:
+        self._decode, self._verify = workspace.decode, workspace.verify
+        self._scores = workspace.scores
+        self._num_draft_tokens = num_draft_tokens
+        self._req_to_token = req_to_token
+        self._tables = tables
+        self._kernel_tables = Tables(tables.positions, tables.counts, tables.bases)
+        no_rows = torch.zeros_like(tables.counts)
+        self._no_tables = Tables(tables.positions, no_rows, no_rows)
+        self._torch = None
+        if policy.makes_tables and self._scores is None:
+            self._torch = TorchKernels(policy, tables, req_to_token, num_draft_tokens)
+        self.capturable = self._torch is None
+        self.nbytes = workspace.nbytes + workspace.score_bytes
+
+    def begin_draft(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
+    ) -> None:
+        self._rows = rows
+        self._draft_tables = self._no_tables if dense else self._kernel_tables
+        self._decode.plan_sparse(seq_lens, rows, self._draft_tables, step)
+
+    def draft(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._decode.sparse(
+            q,
+            k_cache,
+            v_cache,
+            self._req_to_token,
+            self._rows,
+            self._draft_tables,
+            layer,
+            scale,
+            out,
+        )
+        return out
+
+    def begin_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        self._rows = rows
+        self._verify.plan_dense(seq_lens, self._num_draft_tokens)
+        if self._scores is not None:
+            self._scores.begin(seq_lens, rows, self._kernel_tables)
+        elif self._torch is not None:
+            self._torch.begin_verify(rows, seq_lens)
+
+    def verify(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._verify.dense(
+            q,
+            k_cache,
+            v_cache,
+            self._req_to_token,
+            self._rows,
+            scale,
+            out,
+            scores=self._scores,
+            layer=layer,
+        )
+        if self._scores is not None:
+            self._scores.select(self._verify, layer, self._rows, self._kernel_tables)
+        elif self._torch is not None:
+            width = self._num_draft_tokens
+            picked = q.unflatten(0, (-1, width))[:, [0, -1]]
+            self._torch.select(layer, picked, k_cache, scale, num_verified=width)
+        return out
+
+    def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        self._rows, self._seq_lens = rows, seq_lens
+        if self._scores is not None:
+            self._verify.plan_dense(seq_lens - 1, 1)
+            self._scores.begin(seq_lens, rows, self._kernel_tables)
+        elif self._torch is not None:
+            self._torch.begin_prefill(rows, seq_lens)
+        else:
+            self._tables.drop(rows)
+
+    def prefill(
+        self,
+        layer: int,
+        last_queries: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+    ) -> None:
+        if self._scores is not None:
+            self._scores.prefill(
+                self._verify,
+                last_queries,
+                k_cache,
+                v_cache,
+                self._req_to_token,
+                self._rows,
+                self._seq_lens,
+                scale,
+                self._kernel_tables,
+                layer,
+                torch.empty_like(last_queries),
+            )
+        elif self._torch is not None:
+            self._torch.prefill(layer, last_queries, k_cache, v_cache, scale)
