@@ -1,0 +1,475 @@
+// Split-KV attention of a few queries over KV with page size 1: the memory-bound main loop.
+//
+// A CTA walks its tiles (plan.cuh) in segments, a segment being its part of one (request, KV head)
+// pair. Rows of the score matrix are a pair's (query, head of the group), query-major. A stream is
+// kRowWarps warps that share a ring of KV in shared memory; stream i takes every kStreams-th group
+// of 16 entries, with its own maxima, sums and outputs, so that the main loop has no CTA barrier.
+// At a segment's end the streams' results are merged and written to the workspace: combine.cuh.
+//
+// Token t = 4q + 2j + b of a group of 16 lies in ring row 8j + 2q + b, so that a thread's four
+// scores of a row are those of four neighbouring tokens.
+#pragma once
+#include "plan.cuh"
+#include "ptx.cuh"
+
+constexpr int kHeadDim = VEGAS_HEAD_DIM;
+constexpr int kRowTiles = VEGAS_ROW_TILES;  // of 16 rows, a warp
+constexpr int kRowWarps = VEGAS_ROW_WARPS;
+constexpr int kStages = VEGAS_STAGES;
+constexpr int kWarps = VEGAS_WARPS;
+constexpr int kCtas = VEGAS_CTAS;  // on a multiprocessor
+
+constexpr int kThreads = kWarps * 32;
+constexpr int kStreams = kWarps / kRowWarps;
+constexpr int kGroupTokens = 16;
+constexpr int kTileTokens = kGroupTokens * kStreams;
+constexpr int kWarpRows = 16 * kRowTiles;
+constexpr int kRows = kWarpRows * kRowWarps;
+constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kChunks = kRowBytes / 16;
+constexpr int kSteps = kHeadDim / 16;                 // of 16 dims
+constexpr int kHalfStage = kGroupTokens * kRowBytes;  // K, then as much V
+constexpr int kStageBytes = 2 * kHalfStage;
+constexpr int kRingBytes = kStreams * kStages * kStageBytes;
+constexpr int kMergeStride = kHeadDim + 8;  // floats; the 8 keep rows in different banks
+constexpr int kMergeBytes = kWarps * kWarpRows * kMergeStride * 4;
+constexpr int kBufferBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
+constexpr int kQueryBytes = kRows * kRowBytes;
+constexpr int kStatBytes = kStreams * kRows * 8;
+constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes;
+
+constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
+// A row's maximum may lag this many octaves behind; its probabilities then reach 2^8.
+constexpr float kMaximumSlack = 8.f;
+// Scores leave as bytes: 5 bits of exponent and 3 of mantissa of 2^(score - reference), the lowest
+// exponent being 2^-28. scoring in selection.cu is the inverse.
+constexpr int kByteBias = (127 - 28) << 23;
+
+struct AttendParams {
+  Plan plan;
+  const Element* q;
+  const Element* k;
+  const Element* v;
+  const int* req_to_token;
+  const int64_t* rows;
+  const int* positions;      // sparse: the layer's (num_rows, max_count)
+  float* partial_o;          // (slots, kRows, kHeadDim)
+  float2* partial_stats;     // (slots, kRows): maximum (log2), sum
+  uint8_t* scores;           // (num_kv_heads, group of 16 tokens, which query and head, 16)
+  const float* references;   // the layer's (num_rows, num_heads, 2), log2
+  const int2* score_groups;  // (batch,): first group in `scores`, number of groups stored
+  int64_t q_stride;
+  int64_t req_to_token_stride;
+  int64_t score_head_stride;
+  int max_count;
+  int num_kv_heads;
+  int group;  // query heads of a KV head
+  int num_queries;
+  float scale;  // times log2(e)
+};
+
+// Maps a list's entries to KV slots. Every entry may be asked for: those past the end give the last.
+template <bool kSparse>
+struct Entries {
+  const int* slots;  // the request's row of req_to_token
+  const int* table;
+  int last, count, base;
+
+  // First of two dependent loads.
+  __device__ __forceinline__ int position(int entry) const {
+    entry = min(entry, last);
+    if (kSparse) {
+      if (entry < count) return min(max(table[entry], 0), base - 1);
+      return base + entry - count;
+    }
+    return entry;
+  }
+  __device__ __forceinline__ int slot(int position) const { return slots[position]; }
+};
+
+// Starts this warp's share of copying a group's K and V into a stage.
+__device__ __forceinline__ void start_copies(const char* k, const char* v, int64_t slot_stride,
+                                             int my_slot, int valid, uint32_t stage, int row_warp,
+                                             int lane, uint64_t policy) {
+  constexpr int kRowsAtOnce = 32 / kChunks;
+  constexpr int kShare = kGroupTokens / kRowWarps;
+  static_assert(kShare % kRowsAtOnce == 0, "a warp copies whole instructions");
+#pragma unroll
+  for (int i = 0; i < kShare / kRowsAtOnce; ++i) {
+    const int token = row_warp * kShare + i * kRowsAtOnce + lane / kChunks;
+    const int chunk = lane % kChunks;
+    const int64_t offset = __shfl_sync(~0u, my_slot, token) * slot_stride;
+    const int row = ((token >> 1) & 1) * 8 + (token >> 2) * 2 + (token & 1);
+    const uint32_t to = stage + row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+    const uint32_t bytes = token < valid ? 16 : 0;
+    copy_async(to, k + offset, bytes, policy);
+    copy_async(to + kHalfStage, v + offset, bytes, policy);
+  }
+}
+
+template <bool kSparse, bool kScores>
+__global__ void __launch_bounds__(kThreads, kCtas)
+    attend_kernel(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(1024) char shared[];
+  char* const q_shared = shared + kBufferBytes;
+  float2* const stats = reinterpret_cast<float2*>(shared + kBufferBytes + kQueryBytes);
+  const uint32_t shared_base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int stream = warp / kRowWarps, row_warp = warp % kRowWarps;
+  const int quad = lane % 4;
+  const uint32_t ring = shared_base + stream * kStages * kStageBytes;
+  const int rows_used = p.num_queries * p.group;
+  const uint64_t policy = evict_first_policy();
+  const int64_t slot_stride = static_cast<int64_t>(p.num_kv_heads) * kRowBytes;
+
+  // Byte addresses of this lane in ldmatrix; a step of 16 dims flips bits 5 and up.
+  const int matrix = lane / 8, matrix_row = lane % 8;
+  const uint32_t k_lane =
+      ((matrix >> 1) * 8 + matrix_row) * kRowBytes + (((matrix & 1) ^ matrix_row) << 4);
+  const uint32_t v_lane =
+      ((matrix & 1) * 8 + matrix_row) * kRowBytes + (((matrix >> 1) ^ matrix_row) << 4);
+  const uint32_t q_lane =
+      shared_base + kBufferBytes + row_warp * kWarpRows * kRowBytes + v_lane;
+
+  CtaStart at = p.plan.ctas[blockIdx.x];
+  int remaining = p.plan.ctas[blockIdx.x + 1].tile - at.tile;
+
+  while (remaining > 0) {
+    const List list = p.plan.lists[at.request];
+    const int list_tiles = div_up(list.length, kTileTokens);
+    const int tiles = min(remaining, list_tiles - at.place);
+    if (tiles <= 0) {  // an empty request
+      ++at.request;
+      at.head = at.place = 0;
+      continue;
+    }
+    const int64_t row = p.rows[at.request];
+    const Entries<kSparse> entries{p.req_to_token + row * p.req_to_token_stride,
+                                   p.positions + row * p.max_count, list.length - 1, list.count,
+                                   list.base};
+    const int head_bytes = at.head * kRowBytes + (lane % kChunks) * 16;
+    const char* const k = reinterpret_cast<const char*>(p.k) + head_bytes;
+    const char* const v = reinterpret_cast<const char*>(p.v) + head_bytes;
+    const int first_token = (at.place * kStreams + stream) * kGroupTokens;
+    // The last tile may end before this stream's group of it.
+    const int steps =
+        tiles - (first_token + (tiles - 1) * kTileTokens >= list.length ? 1 : 0);
+    const int my_entry = first_token + lane % kGroupTokens;
+
+    // Fill the ring but for one stage, and have the slots of the step after, and the positions of
+    // the step after that.
+    int next_slot, next_position;
+    {
+      int slots[kStages];
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) slots[s] = entries.position(my_entry + s * kTileTokens);
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) slots[s] = entries.slot(slots[s]);
+      next_position = entries.position(my_entry + kStages * kTileTokens);
+#pragma unroll
+      for (int s = 0; s < kStages - 1; ++s) {
+        if (s < steps) {
+          start_copies(k, v, slot_stride, slots[s], list.length - first_token - s * kTileTokens,
+                       ring + s * kStageBytes, row_warp, lane, policy);
+        }
+        commit_copies();
+      }
+      next_slot = slots[kStages - 1];
+    }
+
+    // Queries, zeros in the rows that pad.
+    for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
+      const int r = i / kChunks, chunk = i % kChunks;
+      uint4 value = make_uint4(0, 0, 0, 0);
+      if (r < rows_used) {
+        const int query = r / p.group;
+        const int head = at.head * p.group + r - query * p.group;
+        const int64_t token = static_cast<int64_t>(at.request) * p.num_queries + query;
+        value = *reinterpret_cast<const uint4*>(p.q + token * p.q_stride + head * kHeadDim +
+                                                chunk * 8);
+      }
+      *reinterpret_cast<uint4*>(q_shared + r * kRowBytes + ((chunk ^ (r & 7)) << 4)) = value;
+    }
+
+    // Scores: where this thread's rows go (-1: nowhere) and their references.
+    int score_offset[kRowTiles][2];
+    float reference[kRowTiles][2];
+    int score_steps = 0;
+    uint8_t* score_at = nullptr;
+    int score_step_bytes = 0;
+    if (kScores) {
+      const int2 groups = p.score_groups[at.request];
+      const int kinds = p.num_queries > 1 ? 2 * p.group : p.group;
+      const int first_group = first_token / kGroupTokens;
+      score_steps = div_up(max(groups.y - first_group, 0), kStreams);
+      score_step_bytes = kStreams * kinds * kGroupTokens;
+      score_at = p.scores + at.head * p.score_head_stride +
+                 static_cast<int64_t>(groups.x + first_group) * kinds * kGroupTokens + quad * 4;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
+          const int from_last = r - (p.num_queries - 1) * p.group;
+          int kind = -1, which = 0, head = r;
+          if (r < p.group) {
+            kind = r;
+          } else if (from_last >= 0 && r < rows_used) {
+            kind = p.group + from_last;
+            which = 1;
+            head = from_last;
+          }
+          score_offset[m][half] = kind < 0 ? -1 : kind * kGroupTokens;
+          reference[m][half] = 0.f;
+          if (kind >= 0) {
+            const int64_t at_head =
+                (row * p.num_kv_heads + at.head) * p.group + head;
+            reference[m][half] = p.references[at_head * 2 + which];
+          }
+        }
+      }
+    }
+    __syncthreads();  // queries are there
+
+    uint32_t q_held[kRowTiles == 1 ? kSteps : 1][4];
+    if (kRowTiles == 1) {
+#pragma unroll
+      for (int d = 0; d < kSteps; ++d) load_matrices(q_held[d], q_lane ^ (d << 5));
+    }
+
+    float o[kRowTiles][kSteps * 2][4];
+    float maximum[kRowTiles][2], sum[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        maximum[m][half] = kNoMaximum;
+        sum[m][half] = 0.f;
+      }
+#pragma unroll
+      for (int d = 0; d < kSteps * 2; ++d) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[m][d][e] = 0.f;
+      }
+    }
+
+    const int all_visible = list.length - p.num_queries + 1;  // entries that query 0 sees
+    int stage_index = 0;
+    for (int s = 0; s < steps; ++s) {
+      const int token = first_token + s * kTileTokens;
+      wait_copies<kStages - 2>();
+      if (kRowWarps == 1) __syncwarp();
+      else named_barrier(1 + stream, 32 * kRowWarps);
+      // The stage that the step before this one read.
+      const int free_index = stage_index == 0 ? kStages - 1 : stage_index - 1;
+      if (s + kStages - 1 < steps) {
+        start_copies(k, v, slot_stride, next_slot,
+                     list.length - token - (kStages - 1) * kTileTokens,
+                     ring + free_index * kStageBytes, row_warp, lane, policy);
+      }
+      commit_copies();
+      next_slot = entries.slot(next_position);
+      next_position = entries.position(my_entry + (s + kStages + 1) * kTileTokens);
+
+      const uint32_t stage = ring + stage_index * kStageBytes;
+      stage_index = stage_index == kStages - 1 ? 0 : stage_index + 1;
+
+      float x[kRowTiles][2][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[m][j][e] = 0.f;
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < kSteps; ++d) {
+        uint32_t b[4];
+        load_matrices(b, (stage + k_lane) ^ (d << 5));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          if (kRowTiles == 1) {
+            multiply_add(x[m][0], q_held[d], b[0], b[1]);
+            multiply_add(x[m][1], q_held[d], b[2], b[3]);
+          } else {
+            uint32_t a[4];
+            load_matrices(a, (q_lane ^ (d << 5)) + m * 16 * kRowBytes);
+            multiply_add(x[m][0], a, b[0], b[1]);
+            multiply_add(x[m][1], a, b[2], b[3]);
+          }
+        }
+      }
+
+      // Query i sees entries below all_visible + i.
+      if (token + kGroupTokens > all_visible) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
+            const int limit =
+                all_visible + min(r / p.group, p.num_queries - 1) - token - quad * 4;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+              for (int b = 0; b < 2; ++b) {
+                if (2 * j + b >= limit) x[m][j][half * 2 + b] = -INFINITY;
+              }
+            }
+          }
+        }
+      }
+
+      if (kScores && s < score_steps) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (score_offset[m][half] >= 0) {
+              int bytes[4];
+#pragma unroll
+              for (int t = 0; t < 4; ++t) {
+                const float weight =
+                    exp2_fast(fmaf(x[m][t / 2][half * 2 + t % 2], p.scale, -reference[m][half]));
+                bytes[t] = (__float_as_int(weight) - kByteBias + (1 << 19)) >> 20;
+              }
+              *reinterpret_cast<uint32_t*>(score_at + score_offset[m][half]) =
+                  pack_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
+            }
+          }
+        }
+        score_at += score_step_bytes;
+      }
+
+      bool grows = false;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float top = fmaxf(fmaxf(x[m][0][half * 2], x[m][0][half * 2 + 1]),
+                                  fmaxf(x[m][1][half * 2], x[m][1][half * 2 + 1]));
+          grows |= top * p.scale > maximum[m][half] + kMaximumSlack;
+        }
+      }
+      if (__any_sync(~0u, grows)) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float top = fmaxf(fmaxf(x[m][0][half * 2], x[m][0][half * 2 + 1]),
+                              fmaxf(x[m][1][half * 2], x[m][1][half * 2 + 1]));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            top = fmaxf(top * p.scale, maximum[m][half]);
+            const float factor = exp2_fast(maximum[m][half] - top);
+            maximum[m][half] = top;
+            sum[m][half] *= factor;
+#pragma unroll
+            for (int d = 0; d < kSteps * 2; ++d) {
+              o[m][d][half * 2] *= factor;
+              o[m][d][half * 2 + 1] *= factor;
+            }
+          }
+        }
+      }
+
+      uint32_t weights[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float a = exp2_fast(fmaf(x[m][j][half * 2], p.scale, -maximum[m][half]));
+            const float b = exp2_fast(fmaf(x[m][j][half * 2 + 1], p.scale, -maximum[m][half]));
+            sum[m][half] += a + b;
+            weights[m][j * 2 + half] = pack(a, b);
+          }
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < kSteps; ++d) {
+        uint32_t b[4];
+        load_matrices_transposed(b, (stage + kHalfStage + v_lane) ^ (d << 5));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply_add(o[m][d * 2], weights[m], b[0], b[1]);
+          multiply_add(o[m][d * 2 + 1], weights[m], b[2], b[3]);
+        }
+      }
+    }
+
+    // Merge the streams, through the ring's memory.
+    wait_copies<0>();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float total = sum[m][half];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
+        if (quad == 0) stats[stream * kRows + r] = make_float2(maximum[m][half], total);
+      }
+    }
+    __syncthreads();  // nobody reads the ring any more, and `stats` is complete
+    float* const merge = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int warp_row = m * 16 + half * 8 + lane / 4;
+        const int r = row_warp * kWarpRows + warp_row;
+        float top = kNoMaximum;
+#pragma unroll
+        for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
+        const float factor = exp2_fast(maximum[m][half] - top);
+        float* const to = merge + (stream * kRows + r) * kMergeStride + quad * 2;
+#pragma unroll
+        for (int d = 0; d < kSteps * 2; ++d) {
+          *reinterpret_cast<float2*>(to + d * 8) =
+              make_float2(o[m][d][half * 2] * factor, o[m][d][half * 2 + 1] * factor);
+        }
+      }
+    }
+    __syncthreads();
+    const int pair = at.request * p.num_kv_heads + at.head;
+    const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kRows;
+    constexpr int kFours = kHeadDim / 4;
+    for (int i = threadIdx.x; i < rows_used * kFours; i += kThreads) {
+      const int r = i / kFours, four = i % kFours;
+      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) {
+        const float4 one = *reinterpret_cast<const float4*>(
+            merge + (j * kRows + r) * kMergeStride + four * 4);
+        total.x += one.x;
+        total.y += one.y;
+        total.z += one.z;
+        total.w += one.w;
+      }
+      *reinterpret_cast<float4*>(p.partial_o + (slot_row + r) * kHeadDim + four * 4) = total;
+    }
+    for (int r = threadIdx.x; r < rows_used; r += kThreads) {
+      float top = kNoMaximum, total = 0.f;
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) {
+        const float2 one = stats[i * kRows + r];
+        total += one.y * exp2_fast(one.x - top);
+      }
+      p.partial_stats[slot_row + r] = make_float2(top, total);
+    }
+    __syncthreads();  // before the ring is filled again
+
+    remaining -= tiles;
+    at.place = 0;
+    if (++at.head == p.num_kv_heads) {
+      at.head = 0;
+      ++at.request;
+    }
+  }
+}

@@ -1,0 +1,123 @@
+// Stream-K plan: which work tiles each CTA has. Made on the device from lengths that only the device
+// knows, once a pass, for all layers.
+//
+// A tile is kTileTokens entries of one (request, KV head) pair. Tiles are numbered by request, then
+// head, then place in the list. CTA c of N has tiles [c*T/N, (c+1)*T/N).
+#pragma once
+#include <cstdint>
+
+constexpr int kMaxBatch = 2048;
+
+// Where a CTA starts.
+struct CtaStart {
+  int tile;     // number of its first tile; the next entry's is one past its last
+  int request;  // of that tile, as are:
+  int head;
+  int place;  // tile within the pair's list
+};
+
+// One request's list of KV entries. The first `count` are table positions, all below `base`; the
+// others are positions base, base + 1, ... Dense lists have count = base = 0.
+struct List {
+  int length;
+  int count;
+  int base;
+  int unused;  // so that a list is read at once
+};
+
+struct Plan {
+  CtaStart* ctas;    // num_ctas + 1
+  List* lists;       // max_batch
+  int* tile_indptr;  // max_batch + 1, first tile of each request
+};
+
+// CTA that has the tile; tiles_total > 0.
+__device__ __forceinline__ int cta_of_tile(int tile, int tiles_total, int num_ctas) {
+  return static_cast<int>(((tile + 1LL) * num_ctas - 1) / tiles_total);
+}
+
+__host__ __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
+
+struct PlanParams {
+  Plan plan;
+  const int64_t* seq_lens;
+  const int64_t* rows;  // null for dense, as are:
+  const int* counts;
+  const int* bases;
+  int batch;
+  int num_kv_heads;
+  int num_ctas;
+  int extra;  // entries of a list past seq_len: num_queries, or the draft step + 1
+  int max_count;
+};
+
+constexpr int kPlanThreads = 1024;
+
+__device__ __forceinline__ List make_list(const PlanParams& p, int r) {
+  List list{0, 0, 0, 0};
+  const int64_t seq_len = p.seq_lens[r];
+  if (p.counts != nullptr) {
+    const int64_t row = p.rows[r];
+    const int64_t base = min(static_cast<int64_t>(p.bases[row]), seq_len);
+    if (base > 0) {
+      list.base = static_cast<int>(base);
+      list.count = min(max(p.counts[row], 0), p.max_count);
+    }
+  }
+  const int64_t length = list.count + seq_len + p.extra - list.base;
+  list.length = static_cast<int>(max(length, static_cast<int64_t>(0)));
+  return list;
+}
+
+// One block. kTileTokens: see above.
+template <int kTileTokens>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) {
+  __shared__ int indptr[kMaxBatch + 1];
+  __shared__ int warp_sums[32];
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  int carry = 0;
+  for (int first = 0; first < p.batch; first += kPlanThreads) {
+    const int r = first + thread;
+    int tiles = 0;
+    if (r < p.batch) {
+      const List list = make_list(p, r);
+      p.plan.lists[r] = list;
+      tiles = div_up(list.length, kTileTokens) * p.num_kv_heads;
+    }
+    int sum = tiles;  // inclusive, first of the warp and then of the block
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    int before = 0, total = 0;
+    for (int w = 0; w < 32; ++w) {
+      if (w < warp) before += warp_sums[w];
+      total += warp_sums[w];
+    }
+    if (r < p.batch) indptr[r] = carry + before + sum - tiles;
+    carry += total;
+    __syncthreads();
+  }
+  if (thread == 0) indptr[p.batch] = carry;
+  __syncthreads();
+  for (int r = thread; r <= p.batch; r += kPlanThreads) p.plan.tile_indptr[r] = indptr[r];
+  for (int c = thread; c <= p.num_ctas; c += kPlanThreads) {
+    CtaStart start{static_cast<int>(static_cast<int64_t>(c) * carry / p.num_ctas), 0, 0, 0};
+    if (start.tile < carry) {
+      int low = 0, high = p.batch;  // the request is in [low, high)
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (indptr[middle] <= start.tile) low = middle;
+        else high = middle;
+      }
+      const int tiles = (indptr[low + 1] - indptr[low]) / p.num_kv_heads;
+      const int offset = start.tile - indptr[low];
+      start.request = low;
+      start.head = offset / tiles;
+      start.place = offset % tiles;
+    }
+    p.plan.ctas[c] = start;
+  }
+}
