@@ -32,6 +32,7 @@ def measure(options: argparse.Namespace, policy: str, prompts: list[Prompt]) -> 
     flags = [
         *("--speculative-num-steps", str(options.num_steps)),
         *("--vegas-sparsity-ratio", str(options.sparsity_ratio), "--vegas-policy", policy),
+        *("--vegas-speculate-above", "0"),
         *options.server_args,
     ]
     print(f"{policy}: starting")

@@ -55,6 +55,7 @@ def measure(options: argparse.Namespace, algorithm: str | None, log: Path) -> di
     extra = list(options.server_args)
     if algorithm:
         extra += ["--speculative-num-steps", str(options.num_steps)]
+        extra += ["--vegas-speculate-above", "0"]
     print(f"{algorithm or 'plain SGLang'}: starting")
     with launch_server(
         options.model_path, algorithm=algorithm, extra_args=extra, log_path=log

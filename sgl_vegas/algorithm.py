@@ -23,7 +23,8 @@ from sgl_vegas.sglang_compat import (
 logger = logging.getLogger(__name__)
 
 NAME = "VEGAS"
-CUDA_HEAD_DIMS = (64, 128)  # what tests/kernel covers
+CUDA_HEAD_DIMS = (64, 128)  # what the kernels are written for
+MAX_CUDA_STEPS = 15  # their 16 queries a request
 ATTENTION_BACKENDS = {"cuda": ("fa3", "flashinfer"), "cpu": ("torch_native",)}
 
 
@@ -116,6 +117,11 @@ def validate(server_args: ServerArgs) -> None:
         if is_asked(view):
             raise ValueError(f"VEGAS does not support {refused}.")
     num_steps = server_args.speculative_num_steps or DEFAULT_NUM_STEPS
+    if server_args.device != "cpu" and num_steps > MAX_CUDA_STEPS:
+        raise ValueError(
+            f"VEGAS does not support --speculative-num-steps {num_steps} on a GPU; "
+            f"use {MAX_CUDA_STEPS} or fewer."
+        )
     num_draft_tokens = server_args.speculative_num_draft_tokens
     if num_draft_tokens is not None and num_draft_tokens != num_steps + 1:
         raise ValueError(

@@ -75,7 +75,7 @@ class VegasWorker(BaseSpecWorker):
         # SGLang's metrics read these two.
         self.speculative_num_steps = self.config.num_steps
         self.speculative_num_draft_tokens = self.config.num_draft_tokens
-        _refuse_narrow_kv(self.model_runner.kv_cache_dtype)
+        _validate_kv_dtype(self.model_runner.kv_cache_dtype, self.model_runner.dtype)
         self.layers = attention_layers(self.model_runner.model)
         self.tables = self._make_tables()
         self.workspace = None
@@ -322,10 +322,19 @@ def _context_tokens(batch: ScheduleBatch) -> int:
     return sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
 
 
-def _refuse_narrow_kv(dtype: torch.dtype) -> None:
-    """Also where `--kv-cache-dtype auto` follows a checkpoint."""
-    if dtype.itemsize < 2:
+def _validate_kv_dtype(kv: torch.dtype, model: torch.dtype) -> None:
+    """Also where `--kv-cache-dtype auto` follows a checkpoint.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if kv.itemsize < 2:
         raise ValueError(
-            f"VEGAS does not support a KV cache of {dtype}: verify and draft would read different "
+            f"VEGAS does not support a KV cache of {kv}: verify and draft would read different "
             "numbers. Set --kv-cache-dtype bfloat16."
+        )
+    if kv != model:
+        raise ValueError(
+            f"VEGAS does not support a KV cache of {kv} with a model in {model}; "
+            "leave --kv-cache-dtype at auto."
         )

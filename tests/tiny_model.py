@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.server_process import Server, launch_server
+from tests.server_process import Server, has_cuda, launch_server
 
 VOCAB_SIZE = 96
 CONTEXT_LEN = 256
@@ -21,6 +21,7 @@ TINY_FLAGS = (
     *("--skip-tokenizer-init", "--max-running-requests", str(BATCH)),
     *("--speculative-num-steps", str(NUM_STEPS)),
     *("--vegas-min-tokens", "32", "--vegas-sparsity-ratio", "0.1"),
+    *("--vegas-speculate-above", "0"),
 )
 
 
@@ -37,6 +38,8 @@ def make_tiny_model(folder: Path) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        # The GPU kernels' smallest.
+        head_dim=64 if has_cuda() else 16,
         max_position_embeddings=CONTEXT_LEN,
         bos_token_id=0,
         eos_token_id=1,

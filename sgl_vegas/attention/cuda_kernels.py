@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sgl_vegas_kernels.paged_attention import PagedAttention, ScoreCollector, Tables
+from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissingImports]
+    PagedAttention,
+    ScoreCollector,
+    Tables,
+)
 
 from sgl_vegas.attention.torch_kernels import TorchKernels
 from sgl_vegas.config import VegasConfig
@@ -31,7 +35,7 @@ class CudaWorkspace:
         """
         layer, device = layers[0], tables.counts.device
         num_heads, num_kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
-        max_batch = len(tables.counts)
+        max_batch, max_selected = len(tables.counts), tables.positions.shape[2]
 
         def attention(num_queries: int) -> PagedAttention:
             return PagedAttention(
@@ -56,8 +60,8 @@ class CudaWorkspace:
                 capacity_tokens=max_tokens,
                 max_batch=max_batch,
                 ratio=config.sparsity_ratio,
-                min_tokens=config.min_tokens,
-                max_tokens=config.max_tokens or tables.positions.shape[2],
+                min_tokens=min(config.min_tokens, max_selected),
+                max_tokens=min(config.max_tokens or max_selected, max_selected),
                 device=device,
             )
         self.nbytes = self.decode.nbytes + self.verify.nbytes

@@ -29,8 +29,9 @@ def test_differences_are_near_ties(
     flags = ("--attention-backend", attention_backend, "--cuda-graph-backend-prefill", "disabled")
     answers = {}
     for algorithm in (None, "VEGAS"):
+        extra = (*flags, "--vegas-speculate-above", "0") if algorithm else flags
         with launch_server(
-            model_path, algorithm=algorithm, extra_args=flags, log_path=tmp_path / "server.log"
+            model_path, algorithm=algorithm, extra_args=extra, log_path=tmp_path / "server.log"
         ) as server:
             answers[algorithm] = greedy_pairs.answers(server, prompts, 4)
     cases = [

@@ -36,8 +36,8 @@ def test_launch_server(server_slot: ServerSlot, model_path: Path, tmp_path: Path
             body = server.generate(
                 list(prompt.ids), temperature=temperature, max_new_tokens=128, ignore_eos=True
             )
+            # Whether it drafts is up to the measured step times of this small model.
             assert len(body["output_ids"]) == 128
-            assert body["meta_info"]["spec_accept_length"] > 2
         complete = server.complete("The capital of France is", temperature=0, max_tokens=8)
         assert "Paris" in complete["choices"][0]["text"]
     finally:
@@ -53,6 +53,7 @@ def test_engine(server_slot: ServerSlot, model_path: Path) -> None:
             "input_ids": [list(prompt.ids)],
             "sampling_params": {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True},
         },
+        env={"SGLANG_VEGAS_SPECULATE_ABOVE": "0"},
     )
     assert len(answer["ids"]) == 128
     assert answer["meta"]["spec_accept_length"] > 4

@@ -9,18 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_vegas.worker import VegasWorker, _refuse_narrow_kv
+from sgl_vegas.worker import VegasWorker, _validate_kv_dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
 def test_narrow_kv_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="--kv-cache-dtype bfloat16"):
-        _refuse_narrow_kv(dtype)
+        _validate_kv_dtype(dtype, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_wide_kv_is_taken(dtype: torch.dtype) -> None:
-    _refuse_narrow_kv(dtype)
+    _validate_kv_dtype(dtype, dtype)
+
+
+def test_a_kv_cache_of_another_type_than_the_models_is_refused() -> None:
+    with pytest.raises(ValueError, match="auto"):
+        _validate_kv_dtype(torch.bfloat16, torch.float16)
 
 
 def released(finished_len: int | None) -> SimpleNamespace:
