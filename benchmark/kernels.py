@@ -1,0 +1,240 @@
+"""How fast are the CUDA kernels of verification, drafts and selection, one layer at a time?
+
+Times graph replays over random page tables, in turn over several KV caches, and sets them against
+this device's copy bandwidth, measured in the same run, and SGLang's FA3 where it can be imported.
+
+    python benchmark/kernels.py [--out benchmark/results/X.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sgl_vegas_kernels.paged_attention import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+    PagedAttention,
+    ScoreCollector,
+    Tables,
+)
+
+from benchmark.environment import commit, write_report  # noqa: E402
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+RATIO, MIN_TOKENS, MAX_K = 0.07, 256, 16384
+REPLAYS = 7
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    batch: int
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_queries: int
+    # Different KV caches that calls rotate over, so that none finds its own in the L2.
+    caches: int = 2
+    # Calls a graph.
+    calls: int = 10
+
+    def bytes(self, tokens: int) -> int:
+        return self.batch * tokens * self.num_kv_heads * self.head_dim * 2 * DTYPE.itemsize
+
+
+SHAPES = [
+    Shape("Qwen3-8B, 4 x 122,880", 4, 122_880, 32, 8, 128, 7),
+    Shape("Qwen3-8B, 32 x 16,384", 32, 16_384, 32, 8, 128, 7),
+    Shape("gpt-oss-20b, 8 x 65,536", 8, 65_536, 64, 8, 64, 7),
+    Shape("Qwen3-8B, 64 x 1,024", 64, 1_024, 32, 8, 128, 7, caches=4, calls=24),
+]
+
+
+def time_graph(call: Callable[[int], object], calls: int) -> float:
+    """Microseconds a call, the median of several replays of a graph of call(0), call(1), ..."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    times = []
+    for _ in range(REPLAYS + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return median(times[2:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written."""
+    source = torch.randn(1 << 29, device=DEVICE, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (time_graph(lambda i: target.copy_(source), 4) * 1e-6)
+
+
+class Bench:
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        batch, width = shape.batch, shape.seq_len + 64
+        num_slots = batch * width + 1
+        slots = torch.randperm(num_slots - 1, generator=generator, device=DEVICE).int() + 1
+        self.req_to_token = torch.zeros(batch + 1, width, dtype=torch.int32, device=DEVICE)
+        self.req_to_token[1:] = slots.view(batch, width)
+        self.rows = torch.arange(1, batch + 1, device=DEVICE)
+        self.seq_lens = torch.full((batch,), shape.seq_len, device=DEVICE)
+        kv_shape = (num_slots, shape.num_kv_heads, shape.head_dim)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=DEVICE, dtype=DTYPE)
+
+        self.caches = [(normal(*kv_shape), normal(*kv_shape)) for _ in range(shape.caches)]
+        heads = (shape.num_heads, shape.head_dim)
+        self.q = normal(batch * shape.num_queries, *heads)
+        self.out = torch.empty_like(self.q)
+        self.q1, self.out1 = normal(batch, *heads), torch.empty_like(self.q[:batch])
+        args = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self.verify = PagedAttention(*args, shape.num_queries, batch, DTYPE, DEVICE)
+        self.draft = PagedAttention(*args, 1, batch, DTYPE, DEVICE)
+        num_rows = batch + 1
+        self.collector = ScoreCollector(
+            *(shape.caches, num_rows, shape.num_heads, shape.num_kv_heads),
+            *(batch * shape.seq_len, batch, RATIO, MIN_TOKENS, MAX_K, DEVICE),
+        )
+        self.tables = Tables(
+            torch.zeros(shape.caches, num_rows, MAX_K, dtype=torch.int32, device=DEVICE),
+            torch.zeros(num_rows, dtype=torch.int32, device=DEVICE),
+            torch.zeros(num_rows, dtype=torch.int32, device=DEVICE),
+        )
+        self.scale = shape.head_dim**-0.5
+
+    def plan(self, _: int = 0) -> None:
+        self.verify.plan_dense(self.seq_lens, self.shape.num_queries)
+
+    def dense(self, i: int, scores: ScoreCollector | None = None) -> None:
+        layer = i % self.shape.caches
+        self.verify.dense(
+            *(self.q, *self.caches[layer], self.req_to_token, self.rows, self.scale, self.out),
+            *(scores, layer),
+        )
+
+    def select(self, i: int) -> None:
+        self.collector.select(self.verify, i % self.shape.caches, self.rows, self.tables)
+
+    def dense_with_scores(self, i: int) -> None:
+        self.dense(i, self.collector)
+
+    def whole_layer(self, i: int) -> None:
+        self.dense_with_scores(i)
+        self.select(i)
+
+    def begin(self, _: int = 0) -> None:
+        self.collector.begin(self.seq_lens, self.rows, self.tables)
+
+    def plan_draft(self, _: int = 0) -> None:
+        self.draft.plan_sparse(self.seq_lens, self.rows, self.tables, 3)
+
+    def sparse(self, i: int) -> None:
+        layer = i % self.shape.caches
+        self.draft.sparse(
+            *(self.q1, *self.caches[layer], self.req_to_token, self.rows, self.tables),
+            *(layer, self.scale, self.out1),
+        )
+
+    def dense_one(self, i: int) -> None:
+        self.draft.dense(
+            *(self.q1, *self.caches[i % self.shape.caches], self.req_to_token, self.rows),
+            *(self.scale, self.out1),
+        )
+
+    def fa3(self, i: int, num_queries: int) -> None:
+        from sgl_kernel.flash_attn import (  # pyright: ignore[reportMissingImports]
+            flash_attn_with_kvcache,
+        )
+
+        shape = self.shape
+        q = self.q if num_queries == shape.num_queries else self.q1
+        k, v = self.caches[i % shape.caches]
+        flash_attn_with_kvcache(
+            q.view(shape.batch, num_queries, shape.num_heads, shape.head_dim),
+            *(k.unsqueeze(1), v.unsqueeze(1)),
+            page_table=self.req_to_token[1:],
+            cache_seqlens=(self.seq_lens + num_queries).int(),
+            softmax_scale=self.scale,
+            causal=True,
+        )
+
+    def run(self) -> dict[str, tuple[float, int]]:
+        """Microseconds and KV bytes (0: not meaningful) by what was timed."""
+        shape, calls = self.shape, self.shape.calls
+        found: dict[str, tuple[float, int]] = {}
+        full = shape.bytes(shape.seq_len + shape.num_queries)
+        self.plan()
+        self.begin()
+        for i in range(2 * shape.caches):  # references that fit, and tables
+            self.whole_layer(i)
+        found["plan"] = time_graph(self.plan, calls), 0
+        found["begin"] = time_graph(self.begin, calls), 0
+        found["verify"] = time_graph(self.dense, calls), full
+        found["verify with scores"] = time_graph(self.dense_with_scores, calls), full
+        found["select"] = time_graph(self.select, calls), 0
+        found["verify with scores, select"] = time_graph(self.whole_layer, calls), full
+        self.plan_draft()
+        listed = int(self.tables.counts[1]) + 4
+        found["draft plan"] = time_graph(self.plan_draft, calls), 0
+        found["draft at 7%"] = time_graph(self.sparse, calls), shape.bytes(listed)
+        self.draft.plan_dense(self.seq_lens, 1)
+        found["dense, one query"] = time_graph(self.dense_one, calls), full
+        try:
+            for num_queries in (shape.num_queries, 1):
+                name = f"FA3, {num_queries} queries"
+                found[name] = time_graph(lambda i, n=num_queries: self.fa3(i, n), calls), full
+        except ImportError:
+            pass
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default=None, help="where there is no git repository")
+    options = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copies at {bandwidth / 1e12:.2f} TB/s")
+    print(f"{'':44}{'us':>9}{'of copy bandwidth':>19}")
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "commit": options.commit or commit(),
+        "copy_bytes_per_second": bandwidth,
+        "shapes": [],
+    }
+    for shape in SHAPES:
+        print(shape.name)
+        times = {}
+        for name, (microseconds, size) in Bench(shape).run().items():
+            share = size / (microseconds * 1e-6) / bandwidth
+            print(
+                f"  {name:42}{microseconds:9.1f}" + (f"{share:18.1%}" if size else ""), flush=True
+            )
+            times[name] = {"us": microseconds, "bytes": size}
+        report["shapes"].append({**asdict(shape), "times": times})
+        torch.cuda.empty_cache()
+    write_report(report, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the kernels compute, in float64 and with plain torch: for tests."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def list_positions(
+    seq_len: int, step: int, table: torch.Tensor, count: int, base: int
+) -> torch.Tensor:
+    """Positions that a draft's query at seq_len + step attends to, (n,) int64.
+
+    table: (max_k,), the layer's and row's positions, of which the first `count` count.
+    """
+    base = min(base, seq_len)
+    if base <= 0:
+        return torch.arange(seq_len + step + 1, device=table.device)
+    recent = torch.arange(base, seq_len + step + 1, device=table.device)
+    chosen = table[: max(0, min(count, table.shape[0]))].long().clamp(0, base - 1)
+    return torch.cat([chosen, recent])
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One request's attention.
+
+    q: (num_queries, num_heads, head_dim); k, v: (n, num_kv_heads, head_dim); visible:
+    (num_queries,), how many of the n entries each query sees. Returns, all float64: outputs (like
+    q; 0 where nothing is visible), log2 of the softmax sums (num_queries, num_heads), and the
+    softmax weights (num_queries, num_heads, n).
+    """
+    group = q.shape[1] // k.shape[1]
+    k = k.double().repeat_interleave(group, dim=1)
+    v = v.double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,thd->qht", q.double(), k) * scale
+    hidden = torch.arange(k.shape[0], device=q.device) >= visible.view(-1, 1)
+    scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.clamp(min=-1e300).unsqueeze(-1))
+    return torch.einsum("qht,thd->qhd", weights, v), lse / math.log(2), weights
+
+
+def dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    seq_len: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Verification of one request; query i sees positions [0, seq_len + i + 1). slots: (width,),
+    its row of req_to_token. Shapes and results as for `attend`."""
+    kv_len = max(0, seq_len + q.shape[0])
+    used = slots[:kv_len].long()
+    visible = seq_len + 1 + torch.arange(q.shape[0], device=q.device)
+    return attend(q, k_cache[used], v_cache[used], visible, scale)
+
+
+def sparse(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draft's query, (num_heads, head_dim), over `list_positions`. Output and log2 sums."""
+    used = slots[positions].long()
+    visible = torch.tensor([positions.shape[0]], device=q.device)
+    out, lse, _ = attend(q.unsqueeze(0), k_cache[used], v_cache[used], visible, scale)
+    return out[0], lse[0]
+
+
+def selection_weights(weights: torch.Tensor, rank_len: int) -> torch.Tensor:
+    """Of positions [0, rank_len): the sum over heads and both queries of their softmax weights,
+    (rank_len,) float64. weights: as `attend` returns them; a single query counts once."""
+    total = weights[0].sum(dim=0)
+    if weights.shape[0] > 1:
+        total = total + weights[-1].sum(dim=0)
+    return total[:rank_len]
+
+
+def table_size(rank_len: int, ratio: float, min_tokens: int, max_tokens: int) -> int:
+    """k, or 0 where the request is too short for a table."""
+    k = min(max(math.ceil(ratio * rank_len), min_tokens), max_tokens)
+    return k if rank_len > k else 0

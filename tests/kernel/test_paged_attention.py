@@ -1,0 +1,237 @@
+"""Dense and sparse attention over page-size-1 KV against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from sgl_vegas_kernels import reference  # pyright: ignore[reportMissingImports]
+from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissingImports]
+    PagedAttention,
+    Tables,
+)
+
+from tests.kernel.paged_cases import DEVICE, POISON, Case, make_case, relative_error
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+TOLERANCE = {BF16: 1e-2, FP16: 2e-3}
+# Tiles are 64, 32 or 16 entries.
+EDGES = [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 56, 57, 63, 64, 65, 120, 127, 128, 129, 1000, 2047]
+# Of every group size, every number of queries and every instance at least one.
+SHAPES = [
+    # (head dim, KV heads, group, queries)
+    *[(128, 2, 4, queries) for queries in range(1, 17)],
+    *[(64, 2, 8, queries) for queries in range(1, 17)],
+    *[
+        (dim, 3, group, queries)
+        for dim, group, queries in itertools.product((64, 128), (1, 2, 3, 5), (1, 7))
+    ],
+    *[(dim, 1, 16, queries) for dim, queries in itertools.product((64, 128), (1, 2, 8))],
+    (64, 1, 16, 16),
+    (128, 8, 4, 7),
+    (64, 8, 8, 7),
+]
+
+
+def attention_for(case: Case, **changes: int) -> PagedAttention:
+    values = {
+        "num_heads": case.q.shape[1],
+        "num_kv_heads": case.k_cache.shape[1],
+        "head_dim": case.q.shape[2],
+        "num_queries": case.num_queries,
+        "max_batch": case.rows.shape[0],
+        **changes,
+    }
+    return PagedAttention(**values, dtype=case.q.dtype, device=DEVICE)
+
+
+def run_dense(attention: PagedAttention, case: Case) -> None:
+    attention.plan_dense(case.seq_lens, case.num_queries)
+    attention.dense(
+        *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, case.scale, case.out)
+    )
+
+
+def check_dense(attention: PagedAttention, case: Case) -> None:
+    num_heads = case.q.shape[1]
+    lse = attention.lse[: case.q.shape[0] * num_heads].view(-1, case.num_queries, num_heads)
+    for request, seq_len in enumerate(case.seq_lens.tolist()):
+        expected, expected_lse, _ = reference.dense(
+            *(case.queries(request), case.k_cache, case.v_cache, case.slots(request)),
+            *(seq_len, case.scale),
+        )
+        error = relative_error(case.output(request), expected)
+        assert error < TOLERANCE[case.q.dtype], f"request {request}, {seq_len} tokens: {error:.2e}"
+        torch.testing.assert_close(lse[request].double(), expected_lse, atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("head_dim", "num_kv_heads", "group", "num_queries"), SHAPES)
+def test_dense(head_dim, num_kv_heads, group, num_queries, dtype):
+    if dtype == FP16 and num_queries not in (1, 7):
+        pytest.skip("float16 differs from bfloat16 in two instructions")
+    case = make_case(
+        EDGES, num_queries, num_kv_heads * group, num_kv_heads, head_dim, dtype, sharpness=2.0
+    )
+    attention = attention_for(case)
+    run_dense(attention, case)
+    check_dense(attention, case)
+    assert case.out.isfinite().all()
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 8)])
+@pytest.mark.parametrize(
+    "lengths",
+    [[20000], [70001, 3, 512], [5] * 64, list(range(37, 101)), [-1, 300, -1, -1, 0], [-1, -1]],
+)
+def test_dense_batches(head_dim, group, lengths):
+    """One long request over all CTAs, long beside short, many, and padding among them."""
+    case = make_case(lengths, 7, 2 * group, 2, head_dim, BF16, sharpness=3.0)
+    attention = attention_for(case)
+    run_dense(attention, case)
+    check_dense(attention, case)
+
+
+def test_empty_requests_give_zeros():
+    """No entry at all: one query and seq_lens - 1."""
+    case = make_case([-1, 100, -1], 1, 8, 2, 128, BF16)
+    attention = attention_for(case)
+    run_dense(attention, case)
+    check_dense(attention, case)
+    assert (case.output(0) == 0).all() and (case.output(2) == 0).all()
+    assert attention.lse[:8].isinf().all()
+
+
+def test_large_and_growing_scores():
+    """Maxima that keep rising, and scores of several hundred."""
+    case = make_case([3000, 777], 4, 8, 2, 128, BF16, sharpness=20.0)
+    slots = case.req_to_token[case.rows[0], :3000].long()
+    case.k_cache[slots] *= torch.linspace(0.01, 3.0, 3000, device=DEVICE).view(-1, 1, 1).to(BF16)
+    attention = attention_for(case)
+    run_dense(attention, case)
+    check_dense(attention, case)
+
+
+def test_fewer_queries_and_smaller_batch_than_made_for():
+    attention = PagedAttention(8, 2, 128, 16, 40, BF16, DEVICE)
+    for lengths, num_queries in (([100, 2000, 64], 3), ([70, 900], 1)):
+        case = make_case(lengths, num_queries, 8, 2, 128, BF16)
+        run_dense(attention, case)
+        check_dense(attention, case)
+
+
+def random_tables(case: Case, num_layers: int, max_k: int, *, wild: bool = False) -> Tables:
+    """Two thirds of the rows get distinct positions below a base; with `wild`, nonsense."""
+    num_rows = case.req_to_token.shape[0]
+    positions = torch.full((num_layers, num_rows, max_k), -7, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+    bases = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+    for request, seq_len in enumerate(case.seq_lens.tolist()):
+        row = int(case.rows[request])
+        if row == 0 or request % 3 == 2 or seq_len < 2:
+            continue
+        base = seq_len - request % 2 * min(seq_len - 1, 40)
+        count = min(max_k, max(1, base // 3))
+        bases[row], counts[row] = base, count
+        for layer in range(num_layers):
+            chosen = torch.randperm(base, device=DEVICE)[:count]
+            positions[layer, row, :count] = chosen.int()
+    if wild:
+        limits = torch.iinfo(torch.int32)
+        positions.random_(limits.min, limits.max)
+        counts.random_(-100, 3 * max_k)
+        bases[::2] += 1000
+        bases[1::4] = -5
+    return Tables(positions, counts, bases)
+
+
+def check_sparse(case: Case, tables: Tables, layer: int, step: int) -> None:
+    for request, seq_len in enumerate(case.seq_lens.tolist()):
+        row = int(case.rows[request])
+        positions = reference.list_positions(
+            *(seq_len, step, tables.positions[layer, row]),
+            *(int(tables.counts[row]), int(tables.bases[row])),
+        )
+        expected, _ = reference.sparse(
+            *(case.q[request], case.k_cache, case.v_cache, case.slots(request)),
+            *(positions, case.scale),
+        )
+        error = relative_error(case.out[request], expected)
+        assert error < TOLERANCE[case.q.dtype], f"request {request}, {seq_len} tokens: {error:.2e}"
+
+
+@pytest.mark.parametrize("wild", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group"), [(128, 2, 4), (64, 3, 8), (64, 3, 1)]
+)
+@pytest.mark.parametrize("lengths", [EDGES, [9000, -1, 30000, 1, -1], [500] * 64])
+def test_sparse(lengths, head_dim, num_kv_heads, group, dtype, wild):
+    torch.manual_seed(1)
+    case = make_case(lengths, 1, num_kv_heads * group, num_kv_heads, head_dim, dtype)
+    tables = random_tables(case, num_layers=2, max_k=700, wild=wild)
+    attention = attention_for(case)
+    for step in (0, 3):
+        attention.plan_sparse(case.seq_lens, case.rows, tables, step)
+        for layer in range(2):
+            case.out.fill_(POISON)
+            attention.sparse(
+                *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, tables),
+                *(layer, case.scale, case.out),
+            )
+            check_sparse(case, tables, layer, step)
+
+
+def test_graph_follows_lengths():
+    """Captured once, replayed with other lengths and tables."""
+    torch.manual_seed(2)
+    case = make_case([900, 30, 2000, 1500], 5, 8, 2, 128, BF16)
+    draft = make_case([900, 30, 2000, 1500], 1, 8, 2, 128, BF16)
+    tables = random_tables(draft, num_layers=1, max_k=400)
+    verify, drafts = attention_for(case), attention_for(draft)
+
+    def run() -> None:
+        run_dense(verify, case)
+        drafts.plan_sparse(draft.seq_lens, draft.rows, tables, 2)
+        drafts.sparse(
+            *(draft.q, draft.k_cache, draft.v_cache, draft.req_to_token, draft.rows, tables),
+            *(0, draft.scale, draft.out),
+        )
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for lengths in ([900, 30, 2000, 1500], [3, 29, 1999, 640], [0, 30, 1, 1500]):
+        for one in (case, draft):
+            one.seq_lens.copy_(torch.tensor(lengths, device=DEVICE))
+            one.out.fill_(POISON)
+        tables.bases.copy_(tables.bases * 2 // 3)
+        tables.positions.random_(0, 1000)
+        graph.replay()
+        check_dense(verify, case)
+        check_sparse(draft, tables, 0, 2)
+
+
+def test_refuses_mistakes():
+    case = make_case([100], 2, 8, 2, 128, BF16)
+    attention = attention_for(case)
+    with pytest.raises(ValueError, match="plan"):
+        attention.dense(
+            *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, 1.0, case.out)
+        )
+    with pytest.raises(ValueError, match="3 queries"):
+        attention.plan_dense(case.seq_lens, 3)
+    with pytest.raises(ValueError, match="batch of 2"):
+        attention.plan_dense(torch.zeros(2, dtype=torch.int64, device=DEVICE), 1)
+    with pytest.raises(ValueError, match="seq_lens"):
+        attention.plan_dense(case.seq_lens.int(), 1)
+    attention.plan_dense(case.seq_lens, 1)
+    with pytest.raises(ValueError, match="q: expected shape"):
+        attention.dense(
+            *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, 1.0, case.out)
+        )
+    with pytest.raises(ValueError, match="head dim 96"):
+        PagedAttention(8, 2, 96, 1, 1, BF16, DEVICE)

@@ -1,0 +1,234 @@
+"""Score collection and selection against exact softmax weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sgl_vegas_kernels import reference  # pyright: ignore[reportMissingImports]
+from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissingImports]
+    PagedAttention,
+    ScoreCollector,
+    Tables,
+)
+
+from tests.kernel.paged_cases import DEVICE, Case, make_case
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+# A byte is within 1/16 of the weight, a key within 1/128 octave; a sum is no further off than its
+# worst term. Two weights may be off in opposite directions.
+WORST_RATIO = (1 - 1 / 16) / (1 + 1 / 16) * 0.98
+LAYERS, MAX_K = 2, 2048
+
+
+class Setup:
+    def __init__(self, case: Case, ratio=0.07, min_tokens=16, capacity=1 << 18) -> None:
+        _, num_heads, head_dim = case.q.shape
+        num_kv_heads, batch = case.k_cache.shape[1], case.rows.shape[0]
+        num_rows = case.req_to_token.shape[0]
+        self.case = case
+        self.sizes = (ratio, min_tokens, MAX_K)
+        self.attention = PagedAttention(
+            *(num_heads, num_kv_heads, head_dim, case.num_queries, batch, case.q.dtype, DEVICE)
+        )
+        self.collector = ScoreCollector(
+            *(LAYERS, num_rows, num_heads, num_kv_heads, capacity, batch),
+            *(ratio, min_tokens, MAX_K, DEVICE),
+        )
+
+        def ints(*shape: int, value: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=DEVICE)
+
+        self.tables = Tables(
+            ints(LAYERS, num_rows, MAX_K, value=-1),
+            ints(num_rows, value=3),
+            ints(num_rows, value=5),
+        )
+
+    def attend(self, layer: int, collect: bool = True) -> None:
+        case = self.case
+        self.attention.dense(
+            *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, case.scale),
+            *(case.out, self.collector if collect else None, layer),
+        )
+
+    def begin(self) -> None:
+        self.attention.plan_dense(self.case.seq_lens, self.case.num_queries)
+        self.collector.begin(self.case.seq_lens, self.case.rows, self.tables)
+
+    def verify(self, layer: int) -> None:
+        self.attend(layer)
+        self.collector.select(self.attention, layer, self.case.rows, self.tables)
+
+    def chosen(self, layer: int, request: int) -> torch.Tensor:
+        row = int(self.case.rows[request])
+        return self.tables.positions[layer, row, : int(self.tables.counts[row])].long()
+
+    def weights(self, request: int, seq_len: int, rank_len: int) -> torch.Tensor:
+        case = self.case
+        _, _, weights = reference.dense(
+            *(case.queries(request), case.k_cache, case.v_cache, case.slots(request)),
+            *(seq_len, case.scale),
+        )
+        return reference.selection_weights(weights, rank_len)
+
+    def check(self, layer: int, prefill: bool = False) -> None:
+        """All requests: table sizes, no duplicates, and nothing heavier left out."""
+        for request, length in enumerate(self.case.seq_lens.tolist()):
+            row = int(self.case.rows[request])
+            k = reference.table_size(length, *self.sizes) if row else 0
+            assert int(self.tables.counts[row]) == k
+            assert int(self.tables.bases[row]) == (length if k else 0)
+            if k == 0:
+                continue
+            chosen = self.chosen(layer, request)
+            assert chosen.shape[0] == k
+            assert chosen.min() >= 0 and chosen.max() < length
+            assert chosen.unique().shape[0] == k
+            weights = self.weights(request, length - prefill, length)
+            kept = torch.zeros(length, dtype=torch.bool, device=DEVICE)
+            kept[chosen] = True
+            assert weights[kept].min() >= weights[~kept].max() * WORST_RATIO
+            exact = weights.topk(k).indices
+            assert kept[exact].double().mean() > 0.9
+
+
+LENGTHS = [3000, 1, 17, 500, 64, -1, 1025, 230, 0, 6001]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "num_queries"),
+    [
+        (128, 2, 4, 7),
+        (128, 8, 4, 7),
+        (64, 8, 8, 7),
+        (64, 3, 3, 4),
+        (64, 5, 1, 2),
+        (128, 2, 5, 8),
+        (128, 1, 16, 8),
+        (64, 1, 16, 16),
+        (128, 2, 4, 1),
+        (64, 3, 3, 1),
+        (128, 4, 2, 16),
+    ],
+)
+def test_verification_selects_the_heaviest(head_dim, num_kv_heads, group, num_queries):
+    case = make_case(
+        LENGTHS, num_queries, num_kv_heads * group, num_kv_heads, head_dim, BF16, sharpness=2.0
+    )
+    setup = Setup(case)
+    for _ in range(2):  # the second pass has references that fit
+        setup.begin()
+        for layer in range(LAYERS):
+            setup.verify(layer)
+    for layer in range(LAYERS):
+        setup.check(layer)
+    assert (setup.collector._histograms == 0).all()
+
+
+@pytest.mark.parametrize("shift", [-3.5, 3.5, 12.0])
+def test_old_references_cost_nothing(shift):
+    """References that are octaves away from this pass's log-sum-exp."""
+    case = make_case([4000, 700], 7, 8, 2, 128, BF16)
+    setup = Setup(case)
+    setup.begin()
+    setup.verify(0)
+    setup.collector.score_ref += shift * torch.rand_like(setup.collector.score_ref)
+    setup.begin()
+    setup.verify(0)
+    setup.check(0)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "ones", "full", "random", "two values"])
+def test_exactly_k_whatever_the_bytes(kind):
+    case = make_case([3000, 40, 900, 5000], 7, 8, 2, 128, BF16)
+    setup = Setup(case)
+    setup.begin()
+    setup.attend(0)
+    scores = setup.collector.scores
+    if kind == "random":
+        scores.random_(0, 256)
+    elif kind == "two values":
+        scores.view(-1, 16)[:, ::2] = 3
+        scores.view(-1, 16)[:, 1::2] = 200
+    else:
+        scores.fill_({"zeros": 0, "ones": 1, "full": 255}[kind])
+    setup.collector.select(setup.attention, 0, case.rows, setup.tables)
+    for request, length in enumerate(case.seq_lens.tolist()):
+        chosen = setup.chosen(0, request)
+        assert chosen.unique().shape[0] == reference.table_size(length, *setup.sizes)
+        assert chosen.numel() == 0 or (chosen.min() >= 0 and chosen.max() < length)
+        if kind == "two values":
+            assert (chosen % 2 == 1).all()
+
+
+def test_nothing_outside_a_table_is_written():
+    case = make_case([3000, 40, -1], 7, 8, 2, 128, BF16)
+    setup = Setup(case)
+    setup.begin()
+    setup.verify(1)
+    for request in (0, 1):
+        chosen = setup.chosen(1, request)
+        assert (chosen >= 0).all()
+        setup.tables.positions[1, int(case.rows[request]), : chosen.shape[0]] = -1
+    assert (setup.tables.positions == -1).all()
+    assert (setup.collector.score_ref[:, 0] == 0).all()
+    assert (setup.collector.score_ref[0] == 0).all()
+
+
+def test_capacity():
+    """Requests that don't fit keep their tables; smaller ones behind them still fit."""
+    case = make_case([1000, 3000, 900, 100, 10], 7, 8, 2, 128, BF16)
+    setup = Setup(case, capacity=2000)
+    setup.begin()
+    setup.verify(0)
+    rows = case.rows.tolist()
+    counts = [int(setup.tables.counts[row]) for row in rows]
+    bases = [int(setup.tables.bases[row]) for row in rows]
+    assert counts == [70, 3, 63, 16, 0]
+    assert bases == [1000, 5, 900, 100, 0]
+    assert (setup.tables.positions[0, rows[1]] == -1).all()
+
+
+def test_budget_limits():
+    case = make_case([4000, 100], 7, 8, 2, 128, BF16)
+    setup = Setup(case, ratio=0.9, min_tokens=99)
+    setup.begin()
+    setup.verify(0)
+    assert [int(setup.tables.counts[row]) for row in case.rows.tolist()] == [MAX_K, 99]
+    assert setup.chosen(0, 0).unique().shape[0] == MAX_K
+    assert setup.chosen(0, 1).unique().shape[0] == 99
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 8)])
+def test_prefill(head_dim, group):
+    case = make_case(LENGTHS, 1, 2 * group, 2, head_dim, BF16, sharpness=3.0)
+    setup = Setup(case)
+    setup.collector.score_ref.fill_(1e4)
+    setup.attention.plan_dense(case.seq_lens - 1, 1)
+    setup.collector.begin(case.seq_lens, case.rows, setup.tables)
+    for layer in range(LAYERS):
+        setup.collector.prefill(
+            *(setup.attention, case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows),
+            *(case.seq_lens, case.scale, setup.tables, layer, case.out),
+        )
+    for layer in range(LAYERS):
+        setup.check(layer, prefill=True)
+
+
+def test_graph():
+    """A pass captured once; replayed with other lengths."""
+    case = make_case([3000, 500, 1700], 7, 8, 2, 128, BF16)
+    setup = Setup(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        setup.begin()
+        for layer in range(LAYERS):
+            setup.verify(layer)
+    for lengths in ([3000, 500, 1700], [299, 500, 12], [2999, 16, 1700]):
+        case.seq_lens.copy_(torch.tensor(lengths, device=DEVICE))
+        for _ in range(2):  # the second has references that fit
+            graph.replay()
+        for layer in range(LAYERS):
+            setup.check(layer)
