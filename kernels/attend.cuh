@@ -9,6 +9,7 @@
 // Token t = 4q + 2j + b of a group of 16 lies in ring row 8j + 2q + b, so that a thread's four
 // scores of a row are those of four neighbouring tokens.
 #pragma once
+#include "launch.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
 
@@ -41,9 +42,10 @@ constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes;
 constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
 // A row's maximum may lag this many octaves behind; its probabilities then reach 2^8.
 constexpr float kMaximumSlack = 8.f;
-// Scores leave as bytes: 5 bits of exponent and 3 of mantissa of 2^(score - reference), the lowest
-// exponent being 2^-28. scoring in selection.cu is the inverse.
-constexpr int kByteBias = (127 - 28) << 23;
+// Scores leave as bytes: 5 bits of exponent and 3 of mantissa of 2^(score - reference + 28), from 1
+// up. decode in selection.cu is the inverse.
+constexpr float kByteOctaves = 28.f;
+constexpr int kByteBias = 127 << 23;
 
 struct AttendParams {
   Plan plan;
@@ -109,7 +111,7 @@ __device__ __forceinline__ void start_copies(const char* k, const char* v, int64
 
 template <bool kSparse, bool kScores>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    attend_kernel(const __grid_constant__ AttendParams p) {
+    attend_kernel(const AttendParams p) {
   extern __shared__ __align__(1024) char shared[];
   char* const q_shared = shared + kBufferBytes;
   float2* const stats = reinterpret_cast<float2*>(shared + kBufferBytes + kQueryBytes);
@@ -132,6 +134,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t q_lane =
       shared_base + kBufferBytes + row_warp * kWarpRows * kRowBytes + v_lane;
 
+  wait_for_previous();
   CtaStart at = p.plan.ctas[blockIdx.x];
   int remaining = p.plan.ctas[blockIdx.x + 1].tile - at.tile;
 
@@ -192,9 +195,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       *reinterpret_cast<uint4*>(q_shared + r * kRowBytes + ((chunk ^ (r & 7)) << 4)) = value;
     }
 
-    // Scores: where this thread's rows go (-1: nowhere) and their references.
+    // Scores: where this thread's rows go (-1: nowhere), and what is added to them.
     int score_offset[kRowTiles][2];
-    float reference[kRowTiles][2];
+    float score_shift[kRowTiles][2];
     int score_steps = 0;
     uint8_t* score_at = nullptr;
     int score_step_bytes = 0;
@@ -221,12 +224,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             head = from_last;
           }
           score_offset[m][half] = kind < 0 ? -1 : kind * kGroupTokens;
-          reference[m][half] = 0.f;
+          float reference = 0.f;
           if (kind >= 0) {
-            const int64_t at_head =
-                (row * p.num_kv_heads + at.head) * p.group + head;
-            reference[m][half] = p.references[at_head * 2 + which];
+            const int64_t at_head = (row * p.num_kv_heads + at.head) * p.group + head;
+            reference = p.references[at_head * 2 + which];
           }
+          // The sum waits for the load here. Were the loaded value used in the loop, its first use
+          // there would wait for the loop's own loads: they'd share a scoreboard.
+          score_shift[m][half] = kByteOctaves - reference;
         }
       }
     }
@@ -332,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
               for (int t = 0; t < 4; ++t) {
                 const float weight =
-                    exp2_fast(fmaf(x[m][t / 2][half * 2 + t % 2], p.scale, -reference[m][half]));
+                    exp2_fast(fmaf(x[m][t / 2][half * 2 + t % 2], p.scale, score_shift[m][half]));
                 bytes[t] = (__float_as_int(weight) - kByteBias + (1 << 19)) >> 20;
               }
               *reinterpret_cast<uint32_t*>(score_at + score_offset[m][half]) =

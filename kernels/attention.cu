@@ -2,15 +2,14 @@
 // compiler's command line (instances.py). Every one returns a cudaError_t.
 #include "attend.cuh"
 #include "combine.cuh"
+#include "launch.cuh"
 #include "plan.cuh"
 
 namespace {
 
 constexpr bool kHasSparse = kRowTiles == 1 && kRowWarps == 1;
 
-template <bool kSparse, bool kScores>
-cudaError_t prepare(int* ctas) {
-  auto* kernel = &attend_kernel<kSparse, kScores>;
+cudaError_t prepare(void (*kernel)(AttendParams), int* ctas) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            kSharedBytes);
   if (error != cudaSuccess) return error;
@@ -23,10 +22,11 @@ cudaError_t prepare(int* ctas) {
   return error;
 }
 
-template <bool kSparse, bool kScores>
-cudaError_t launch(const AttendParams& params, int num_ctas, cudaStream_t stream) {
-  attend_kernel<kSparse, kScores><<<num_ctas, kThreads, kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+// Drafts have one query: only the smallest instance has a kernel for them.
+template <bool kExists>
+auto sparse_kernel() -> void (*)(AttendParams) {
+  if constexpr (kExists) return attend_kernel<true, false>;
+  else return nullptr;
 }
 
 }  // namespace
@@ -38,11 +38,9 @@ extern "C" {
 int vegas_prepare(int device, int* num_ctas, int* slot_rows, int* tile_tokens) {
   cudaError_t error = cudaSetDevice(device);
   int ctas = kCtas, processors = 0;
-  if (error == cudaSuccess) error = prepare<false, false>(&ctas);
-  if (error == cudaSuccess) error = prepare<false, true>(&ctas);
-  if constexpr (kHasSparse) {
-    if (error == cudaSuccess) error = prepare<true, false>(&ctas);
-  }
+  if (error == cudaSuccess) error = prepare(attend_kernel<false, false>, &ctas);
+  if (error == cudaSuccess) error = prepare(attend_kernel<false, true>, &ctas);
+  if (error == cudaSuccess && kHasSparse) error = prepare(sparse_kernel<kHasSparse>(), &ctas);
   cudaFuncAttributes attributes;
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, combine_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, plan_kernel<kTileTokens>);
@@ -58,21 +56,17 @@ int vegas_prepare(int device, int* num_ctas, int* slot_rows, int* tile_tokens) {
 int vegas_plan(int device, const PlanParams* params, void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  plan_kernel<kTileTokens><<<1, kPlanThreads, 0, static_cast<cudaStream_t>(stream)>>>(*params);
-  return cudaGetLastError();
+  return launch(plan_kernel<kTileTokens>, 1, kPlanThreads, 0, stream, *params);
 }
 
 int vegas_attend(int device, const AttendParams* params, int num_ctas, int sparse, int scores,
                  void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (!sparse) {
-    return scores ? launch<false, true>(*params, num_ctas, on)
-                  : launch<false, false>(*params, num_ctas, on);
-  }
-  if constexpr (kHasSparse) return launch<true, false>(*params, num_ctas, on);
-  return cudaErrorInvalidValue;
+  auto* kernel = scores ? attend_kernel<false, true> : attend_kernel<false, false>;
+  if (sparse) kernel = sparse_kernel<kHasSparse>();
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  return launch(kernel, num_ctas, kThreads, kSharedBytes, stream, *params);
 }
 
 int vegas_combine(int device, const CombineParams* params, void* stream) {
@@ -80,8 +74,7 @@ int vegas_combine(int device, const CombineParams* params, void* stream) {
   if (error != cudaSuccess) return error;
   const dim3 grid(params->num_kv_heads * params->batch,
                   div_up(params->num_queries * params->group, kCombineWarps));
-  combine_kernel<<<grid, kCombineWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(*params);
-  return cudaGetLastError();
+  return launch(combine_kernel, grid, kCombineWarps * 32, 0, stream, *params);
 }
 
 const char* vegas_error_name(int error) {

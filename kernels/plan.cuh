@@ -2,9 +2,12 @@
 // knows, once a pass, for all layers.
 //
 // A tile is kTileTokens entries of one (request, KV head) pair. Tiles are numbered by request, then
-// head, then place in the list. CTA c of N has tiles [c*T/N, (c+1)*T/N).
+// head, then place in the list. CTA c of N has tiles [c*T/N, (c+1)*T/N), T being the number of tiles
+// and N that of the CTAs, or T where that is less: no CTA between two that work is idle.
 #pragma once
 #include <cstdint>
+
+#include "launch.cuh"
 
 constexpr int kMaxBatch = 2048;
 
@@ -33,7 +36,7 @@ struct Plan {
 
 // CTA that has the tile; tiles_total > 0.
 __device__ __forceinline__ int cta_of_tile(int tile, int tiles_total, int num_ctas) {
-  return static_cast<int>(((tile + 1LL) * num_ctas - 1) / tiles_total);
+  return static_cast<int>(((tile + 1LL) * min(num_ctas, tiles_total) - 1) / tiles_total);
 }
 
 __host__ __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
@@ -76,6 +79,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
   __shared__ int warp_sums[32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   int carry = 0;
+  wait_for_previous();
   for (int first = 0; first < p.batch; first += kPlanThreads) {
     const int r = first + thread;
     int tiles = 0;
@@ -103,9 +107,11 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
   if (thread == 0) indptr[p.batch] = carry;
   __syncthreads();
   for (int r = thread; r <= p.batch; r += kPlanThreads) p.plan.tile_indptr[r] = indptr[r];
+  const int working = min(p.num_ctas, carry);
   for (int c = thread; c <= p.num_ctas; c += kPlanThreads) {
-    CtaStart start{static_cast<int>(static_cast<int64_t>(c) * carry / p.num_ctas), 0, 0, 0};
-    if (start.tile < carry) {
+    CtaStart start{carry, 0, 0, 0};
+    if (c < working) {
+      start.tile = static_cast<int>(static_cast<int64_t>(c) * carry / working);
       int low = 0, high = p.batch;  // the request is in [low, high)
       while (high - low > 1) {
         const int middle = (low + high) / 2;

@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 #else
 #define VEGAS_MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 #endif
-  asm volatile(VEGAS_MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm(VEGAS_MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -57,9 +57,23 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
 // 16 bytes, or zeros where `bytes` is 0.
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, uint32_t bytes,
                                            uint64_t policy) {
+#ifdef VEGAS_NO_POLICY
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared),
+               "l"(global), "r"(bytes)
+               : "memory");
+#elif VEGAS_PREFETCH == 128
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+               "l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+#elif VEGAS_PREFETCH == 256
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(shared),
+               "l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+#else
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared),
                "l"(global), "r"(bytes), "l"(policy)
                : "memory");
+#endif
 }
 
 __device__ __forceinline__ void commit_copies() {

@@ -11,16 +11,7 @@
 
 #include <cstdint>
 
-namespace {
-
-constexpr int kMaxBatch = 2048;
-constexpr int kGroupTokens = 16;
-constexpr int kUnitTokens = 64;  // tokens that a warp reduces at once
-constexpr int kBins = 4096;
-constexpr float kBinsPerOctave = 128.f;
-constexpr float kLowestOctave = -24.f;
-constexpr int kReduceThreads = 512;
-constexpr int kCompactThreads = 256;
+#include "launch.cuh"
 
 // A request's part in the pass.
 struct Collection {
@@ -42,9 +33,9 @@ struct LayerState {
 struct Selection {
   Collection* collections;  // max_batch
   int2* score_groups;       // max_batch: see attend.cuh
-  int* unit_indptr;         // max_batch + 1, units of kUnitTokens before each request
+  int* unit_indptr;         // max_batch + 1, units of 64 tokens before each request
   LayerState* states;       // max_batch
-  unsigned* histograms;     // (max_batch, kBins), zeros between layers
+  unsigned* histograms;     // (max_batch, 4096), zeros between layers
   uint16_t* keys;           // a token's, (groups * 16,)
   const uint8_t* scores;    // (num_kv_heads, groups, which query and head, 16)
 };
@@ -76,6 +67,17 @@ struct SelectParams {
   int num_queries;
 };
 
+namespace {
+
+constexpr int kMaxBatch = 2048;
+constexpr int kGroupTokens = 16;
+constexpr int kUnitTokens = 64;  // tokens that a warp reduces at once
+constexpr int kBins = 4096;
+constexpr float kBinsPerOctave = 128.f;
+constexpr float kLowestOctave = -24.f;
+constexpr int kReduceThreads = 512;
+constexpr int kCompactThreads = 256;
+
 __host__ __device__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
 // One block. Whether a request fits depends on those before it, so that part is one thread's.
@@ -84,6 +86,7 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
   __shared__ int wanted[kMaxBatch];
   __shared__ int groups[kMaxBatch];
   __shared__ int units[kMaxBatch + 1];
+  wait_for_previous();
   for (int r = threadIdx.x; r < p.batch; r += blockDim.x) {
     const int64_t length = p.rank_lens[r];
     int64_t k = static_cast<int64_t>(ceil(p.ratio * static_cast<double>(length)));
@@ -136,14 +139,18 @@ struct Part {
 
 struct Walk {
   const int* unit_indptr;
-  int batch, next, end, request;
+  int batch, working, next, end, request;
 
   // Called by all threads of a block.
   __device__ Walk(const Selection& s, int batch) : unit_indptr(s.unit_indptr), batch(batch) {
     __shared__ int start;
     const int64_t units = unit_indptr[batch];
-    next = static_cast<int>(blockIdx.x * units / gridDim.x);
-    end = static_cast<int>((blockIdx.x + 1) * units / gridDim.x);
+    working = static_cast<int>(min(units, static_cast<int64_t>(gridDim.x)));
+    next = end = 0;
+    if (blockIdx.x < working) {
+      next = static_cast<int>(blockIdx.x * units / working);
+      end = static_cast<int>((blockIdx.x + 1) * units / working);
+    }
     for (int r = threadIdx.x; r < batch; r += blockDim.x) {
       if (unit_indptr[r] <= next && next < unit_indptr[r + 1]) start = r;
     }
@@ -162,7 +169,7 @@ struct Walk {
   // How many blocks have parts of the request.
   __device__ int blocks_of(int request) const {
     const int64_t units = unit_indptr[batch];
-    const auto block_of = [&](int unit) { return ((unit + 1LL) * gridDim.x - 1) / units; };
+    const auto block_of = [&](int unit) { return ((unit + 1LL) * working - 1) / units; };
     return static_cast<int>(block_of(unit_indptr[request + 1] - 1) -
                             block_of(unit_indptr[request])) + 1;
   }
@@ -257,6 +264,7 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
   const int kinds = p.num_queries > 1 ? 2 * p.group : p.group;
   const int num_rows = p.num_kv_heads * kinds;
   for (int i = threadIdx.x; i < kBins; i += kReduceThreads) histogram[i] = 0;
+  wait_for_previous();
 
   Walk walk(s, p.batch);
   Part part;
@@ -328,6 +336,7 @@ __global__ void __launch_bounds__(kCompactThreads) compact_kernel(const SelectPa
   const Selection& s = p.selection;
   const int lane = threadIdx.x % 32;
   const unsigned lower_lanes = (1u << lane) - 1;
+  wait_for_previous();
 
   Walk walk(s, p.batch);
   Part part;
@@ -393,6 +402,7 @@ __global__ void __launch_bounds__(kCompactThreads) compact_kernel(const SelectPa
 
 // Sets the references of a pass that has none: the lse of a run without scores.
 __global__ void __launch_bounds__(256) reference_kernel(const SelectParams p) {
+  wait_for_previous();
   const int num_heads = p.num_kv_heads * p.group;
   for (int i = blockIdx.x * 256 + threadIdx.x; i < p.batch * num_heads * 2; i += gridDim.x * 256) {
     const int which = i % 2, head = i / 2 % num_heads, request = i / (2 * num_heads);
@@ -428,26 +438,22 @@ int vegas_prepare(int device, int* num_processors) {
 int vegas_begin(int device, const BeginParams* params, void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  begin_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(*params);
-  return cudaGetLastError();
+  return launch(begin_kernel, 1, 256, 0, stream, *params);
 }
 
 int vegas_select(int device, const SelectParams* params, int num_processors, void* stream) {
   cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  const auto on = static_cast<cudaStream_t>(stream);
-  reduce_kernel<<<2 * num_processors, kReduceThreads, reduce_shared_bytes(*params), on>>>(*params);
-  error = cudaGetLastError();
+  error = launch(reduce_kernel, 2 * num_processors, kReduceThreads,
+                 static_cast<int>(reduce_shared_bytes(*params)), stream, *params);
   if (error != cudaSuccess) return error;
-  compact_kernel<<<2 * num_processors, kCompactThreads, 0, on>>>(*params);
-  return cudaGetLastError();
+  return launch(compact_kernel, 2 * num_processors, kCompactThreads, 0, stream, *params);
 }
 
 int vegas_set_references(int device, const SelectParams* params, void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  reference_kernel<<<16, 256, 0, static_cast<cudaStream_t>(stream)>>>(*params);
-  return cudaGetLastError();
+  return launch(reference_kernel, 16, 256, 0, stream, *params);
 }
 
 const char* vegas_error_name(int error) {
