@@ -9,7 +9,6 @@
 // Token t = 4q + 2j + b of a group of 16 lies in ring row 8j + 2q + b, so that a thread's four
 // scores of a row are those of four neighbouring tokens.
 #pragma once
-#include "launch.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
 
@@ -37,11 +36,12 @@ constexpr int kMergeBytes = kWarps * kWarpRows * kMergeStride * 4;
 constexpr int kBufferBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
 constexpr int kQueryBytes = kRows * kRowBytes;
 constexpr int kStatBytes = kStreams * kRows * 8;
-constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes;
+constexpr int kScoreRowBytes = kRows * 8;
+constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes + kScoreRowBytes;
 
 constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
-// A row's maximum may lag this many octaves behind; its probabilities then reach 2^8.
-constexpr float kMaximumSlack = 8.f;
+// A row's maximum may lag behind, while four of its weights relative to it sum up to no more.
+constexpr float kMaximumSlack = 256.f;
 // Scores leave as bytes: 5 bits of exponent and 3 of mantissa of 2^(score - reference + 28), from 1
 // up. decode in selection.cu is the inverse.
 constexpr float kByteOctaves = 28.f;
@@ -68,6 +68,12 @@ struct AttendParams {
   int group;  // query heads of a KV head
   int num_queries;
   float scale;  // times log2(e)
+};
+
+// Where a row's scores go in a group of `scores`, and the exponent that they get.
+struct ScoreRow {
+  float shift;  // kByteOctaves - reference
+  int offset;   // -1: nowhere
 };
 
 // Maps a list's entries to KV slots. Every entry may be asked for: those past the end give the last.
@@ -115,6 +121,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   extern __shared__ __align__(1024) char shared[];
   char* const q_shared = shared + kBufferBytes;
   float2* const stats = reinterpret_cast<float2*>(shared + kBufferBytes + kQueryBytes);
+  ScoreRow* const score_rows =
+      reinterpret_cast<ScoreRow*>(shared + kBufferBytes + kQueryBytes + kStatBytes);
   const uint32_t shared_base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -134,7 +142,20 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t q_lane =
       shared_base + kBufferBytes + row_warp * kWarpRows * kRowBytes + v_lane;
 
-  wait_for_previous();
+  // The last 8 rows of a warp's may all be padding.
+  const bool upper_used = row_warp * kWarpRows + kWarpRows - 8 < rows_used;
+  // Which blocks of 8 rows have scores to store.
+  int scored_blocks = 0;
+  if (kScores) {
+#pragma unroll
+    for (int block = 0; block < 2 * kRowTiles; ++block) {
+      const int r = row_warp * kWarpRows + block * 8;
+      const bool first = r < p.group;
+      const bool last = r + 8 > (p.num_queries - 1) * p.group && r < rows_used;
+      scored_blocks |= (first || last) << block;
+    }
+  }
+
   CtaStart at = p.plan.ctas[blockIdx.x];
   int remaining = p.plan.ctas[blockIdx.x + 1].tile - at.tile;
 
@@ -195,9 +216,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       *reinterpret_cast<uint4*>(q_shared + r * kRowBytes + ((chunk ^ (r & 7)) << 4)) = value;
     }
 
-    // Scores: where this thread's rows go (-1: nowhere), and what is added to them.
-    int score_offset[kRowTiles][2];
-    float score_shift[kRowTiles][2];
     int score_steps = 0;
     uint8_t* score_at = nullptr;
     int score_step_bytes = 0;
@@ -209,33 +227,28 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       score_step_bytes = kStreams * kinds * kGroupTokens;
       score_at = p.scores + at.head * p.score_head_stride +
                  static_cast<int64_t>(groups.x + first_group) * kinds * kGroupTokens + quad * 4;
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
-          const int from_last = r - (p.num_queries - 1) * p.group;
-          int kind = -1, which = 0, head = r;
-          if (r < p.group) {
-            kind = r;
-          } else if (from_last >= 0 && r < rows_used) {
-            kind = p.group + from_last;
-            which = 1;
-            head = from_last;
-          }
-          score_offset[m][half] = kind < 0 ? -1 : kind * kGroupTokens;
-          float reference = 0.f;
-          if (kind >= 0) {
-            const int64_t at_head = (row * p.num_kv_heads + at.head) * p.group + head;
-            reference = p.references[at_head * 2 + which];
-          }
-          // The sum waits for the load here. Were the loaded value used in the loop, its first use
-          // there would wait for the loop's own loads: they'd share a scoreboard.
-          score_shift[m][half] = kByteOctaves - reference;
+      // In shared memory: a reference that the loop got from global memory would make its first use
+      // wait for the loop's own loads from there.
+      for (int r = threadIdx.x; r < kRows; r += kThreads) {
+        const int from_last = r - (p.num_queries - 1) * p.group;
+        int kind = -1, which = 0, head = r;
+        if (r < p.group) {
+          kind = r;
+        } else if (from_last >= 0 && r < rows_used) {
+          kind = p.group + from_last;
+          which = 1;
+          head = from_last;
         }
+        ScoreRow score_row{0.f, -1};
+        if (kind >= 0) {
+          const int64_t at_head = (row * p.num_kv_heads + at.head) * p.group + head;
+          score_row.shift = kByteOctaves - p.references[at_head * 2 + which];
+          score_row.offset = kind * kGroupTokens;
+        }
+        score_rows[r] = score_row;
       }
     }
-    __syncthreads();  // queries are there
+    __syncthreads();  // queries and score rows are there
 
     uint32_t q_held[kRowTiles == 1 ? kSteps : 1][4];
     if (kRowTiles == 1) {
@@ -327,38 +340,59 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         }
       }
 
-      if (kScores && s < score_steps) {
+      // Weights relative to the maxima so far; says whether those are too old.
+      uint32_t weights[kRowTiles][4];
+      float added[kRowTiles][2];
+      const bool store_scores = kScores && s < score_steps;
+      const auto weigh = [&]() -> bool {
+        bool outgrown = false;
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            if (score_offset[m][half] >= 0) {
-              int bytes[4];
-#pragma unroll
-              for (int t = 0; t < 4; ++t) {
-                const float weight =
-                    exp2_fast(fmaf(x[m][t / 2][half * 2 + t % 2], p.scale, score_shift[m][half]));
-                bytes[t] = (__float_as_int(weight) - kByteBias + (1 << 19)) >> 20;
-              }
-              *reinterpret_cast<uint32_t*>(score_at + score_offset[m][half]) =
-                  pack_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
+            if (m == kRowTiles - 1 && half == 1 && !upper_used) {
+              weights[m][1] = weights[m][3] = 0;
+              added[m][1] = 0.f;
+              continue;
             }
+            const float top = maximum[m][half];
+            const float a = exp2_fast(fmaf(x[m][0][half * 2], p.scale, -top));
+            const float b = exp2_fast(fmaf(x[m][0][half * 2 + 1], p.scale, -top));
+            const float c = exp2_fast(fmaf(x[m][1][half * 2], p.scale, -top));
+            const float d = exp2_fast(fmaf(x[m][1][half * 2 + 1], p.scale, -top));
+            weights[m][half] = pack(a, b);
+            weights[m][half + 2] = pack(c, d);
+            added[m][half] = (a + b) + (c + d);
+            outgrown |= added[m][half] > kMaximumSlack;
+#if VEGAS_EXP != 9
+            if (store_scores && (scored_blocks >> (2 * m + half) & 1)) {
+              const ScoreRow score =
+                  score_rows[row_warp * kWarpRows + m * 16 + half * 8 + lane / 4];
+              const float factor = exp2_fast(top + score.shift);
+              const auto byte = [factor](float weight) {
+                return (__float_as_int(weight * factor) - kByteBias + (1 << 19)) >> 20;
+              };
+              const uint32_t word = pack_bytes(byte(a), byte(b), byte(c), byte(d));
+#if VEGAS_EXP == 1
+              if (score.offset >= 0 && word == 0x12345678) {
+#else
+              if (score.offset >= 0) {
+#endif
+#if VEGAS_EXP == 2
+                __stcs(reinterpret_cast<uint32_t*>(score_at + score.offset), word);
+#elif VEGAS_EXP == 3
+                __stcg(reinterpret_cast<uint32_t*>(score_at + score.offset), word);
+#else
+                *reinterpret_cast<uint32_t*>(score_at + score.offset) = word;
+#endif
+              }
+            }
+#endif
           }
         }
-        score_at += score_step_bytes;
-      }
-
-      bool grows = false;
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float top = fmaxf(fmaxf(x[m][0][half * 2], x[m][0][half * 2 + 1]),
-                                  fmaxf(x[m][1][half * 2], x[m][1][half * 2 + 1]));
-          grows |= top * p.scale > maximum[m][half] + kMaximumSlack;
-        }
-      }
-      if (__any_sync(~0u, grows)) {
+        return outgrown;
+      };
+      if (__any_sync(~0u, weigh())) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -378,22 +412,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             }
           }
         }
+        weigh();
       }
-
-      uint32_t weights[kRowTiles][4];
+      score_at += score_step_bytes;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float a = exp2_fast(fmaf(x[m][j][half * 2], p.scale, -maximum[m][half]));
-            const float b = exp2_fast(fmaf(x[m][j][half * 2 + 1], p.scale, -maximum[m][half]));
-            sum[m][half] += a + b;
-            weights[m][j * 2 + half] = pack(a, b);
-          }
-        }
+        sum[m][0] += added[m][0];
+        sum[m][1] += added[m][1];
       }
+
 #pragma unroll
       for (int d = 0; d < kSteps; ++d) {
         uint32_t b[4];

@@ -2,7 +2,6 @@
 // compiler's command line (instances.py). Every one returns a cudaError_t.
 #include "attend.cuh"
 #include "combine.cuh"
-#include "launch.cuh"
 #include "plan.cuh"
 
 namespace {
@@ -56,7 +55,8 @@ int vegas_prepare(int device, int* num_ctas, int* slot_rows, int* tile_tokens) {
 int vegas_plan(int device, const PlanParams* params, void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  return launch(plan_kernel<kTileTokens>, 1, kPlanThreads, 0, stream, *params);
+  plan_kernel<kTileTokens><<<1, kPlanThreads, 0, static_cast<cudaStream_t>(stream)>>>(*params);
+  return cudaGetLastError();
 }
 
 int vegas_attend(int device, const AttendParams* params, int num_ctas, int sparse, int scores,
@@ -66,7 +66,8 @@ int vegas_attend(int device, const AttendParams* params, int num_ctas, int spars
   auto* kernel = scores ? attend_kernel<false, true> : attend_kernel<false, false>;
   if (sparse) kernel = sparse_kernel<kHasSparse>();
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  return launch(kernel, num_ctas, kThreads, kSharedBytes, stream, *params);
+  kernel<<<num_ctas, kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(*params);
+  return cudaGetLastError();
 }
 
 int vegas_combine(int device, const CombineParams* params, void* stream) {
@@ -74,7 +75,8 @@ int vegas_combine(int device, const CombineParams* params, void* stream) {
   if (error != cudaSuccess) return error;
   const dim3 grid(params->num_kv_heads * params->batch,
                   div_up(params->num_queries * params->group, kCombineWarps));
-  return launch(combine_kernel, grid, kCombineWarps * 32, 0, stream, *params);
+  combine_kernel<<<grid, kCombineWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(*params);
+  return cudaGetLastError();
 }
 
 const char* vegas_error_name(int error) {

@@ -42,7 +42,6 @@ class Source:
         return [
             *FLAGS,
             *("-gencode", f"arch=compute_{arch},code=sm_{arch}"),
-            f"-DVEGAS_OVERLAP={int(self.capability >= (9, 0))}",
             *(f"-D{name}={value}" for name, value in self.defines),
         ]
 

@@ -21,7 +21,6 @@ struct CombineParams {
 __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const CombineParams p) {
   constexpr int kValues = kHeadDim / 32;  // of a lane: 4 or 2
   constexpr int kAtOnce = 8;
-  wait_for_previous();
   const int lane = threadIdx.x % 32;
   const int r = blockIdx.y * kCombineWarps + threadIdx.x / 32;
   if (r >= p.num_queries * p.group) return;

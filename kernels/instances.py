@@ -69,7 +69,7 @@ def shared_bytes(head_dim: int, row_tiles: int, row_warps: int, stages: int) -> 
     streams, rows = WARPS // row_warps, 16 * row_tiles * row_warps
     ring = streams * stages * 2 * 16 * head_dim * 2
     merge = WARPS * 16 * row_tiles * (head_dim + 8) * 4
-    return max(ring, merge) + rows * head_dim * 2 + streams * rows * 8
+    return max(ring, merge) + rows * head_dim * 2 + (streams + 1) * rows * 8
 
 
 def find_instance(

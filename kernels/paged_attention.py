@@ -389,10 +389,10 @@ class ScoreCollector:
         (self._library,) = load(
             [Source("selection.cu", (), torch.cuda.get_device_capability(device))]
         )
-        processors = ctypes.c_int()
-        error = self._library.vegas_prepare(device.index, ctypes.byref(processors))
+        blocks = ctypes.c_int()
+        error = self._library.vegas_prepare(device.index, ctypes.byref(blocks))
         check(self._library, error, "prepare")
-        self._num_processors = processors.value
+        self._num_blocks = blocks.value
 
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -404,20 +404,20 @@ class ScoreCollector:
         self.keys = buffer(self._groups * structs.GROUP_TOKENS, dtype=torch.int16)
         self.score_ref = buffer(num_layers, num_rows, num_heads, 2, dtype=torch.float32)
         self.score_groups = buffer(max_batch, 2, dtype=torch.int32)
-        # (max_batch, 4): tokens ranked (0: none collected), k, first group in the buffers, unused.
+        # (max_batch, 4): tokens ranked (0: none are), k, first group and unit in the buffers.
         self.collections = buffer(max_batch, structs.COLLECTION_BYTES // 4, dtype=torch.int32)
-        self._unit_indptr = buffer(max_batch + 1, dtype=torch.int32)
+        self._shares = buffer(self._num_blocks * structs.SHARE_BYTES, dtype=torch.uint8)
         self._states = buffer(max_batch * structs.LAYER_STATE_BYTES, dtype=torch.uint8)
         self._histograms = buffer(max_batch, structs.HISTOGRAM_BINS, dtype=torch.int32)
         buffers = (
             *(self.scores, self.keys, self.score_ref, self.score_groups, self.collections),
-            *(self._unit_indptr, self._states, self._histograms),
+            *(self._shares, self._states, self._histograms),
         )
         self.nbytes = sum(one.nbytes for one in buffers)
         self._selection = structs.Selection(
             self.collections.data_ptr(),
             self.score_groups.data_ptr(),
-            self._unit_indptr.data_ptr(),
+            self._shares.data_ptr(),
             self._states.data_ptr(),
             self._histograms.data_ptr(),
             self.keys.data_ptr(),
@@ -448,6 +448,7 @@ class ScoreCollector:
             max_tokens=self.max_tokens,
             capacity=self.capacity_tokens,
             batch=batch,
+            num_blocks=self._num_blocks,
         )
         error = self._library.vegas_begin(self.device.index, ctypes.byref(params), self._stream())
         check(self._library, error, "begin")
@@ -461,7 +462,7 @@ class ScoreCollector:
         params.positions = pointer(tables.positions[layer], torch.int32, 2, "tables.positions")
         params.max_count = tables.positions.shape[2]
         error = self._library.vegas_select(
-            self.device.index, ctypes.byref(params), self._num_processors, self._stream()
+            self.device.index, ctypes.byref(params), self._num_blocks, self._stream()
         )
         check(self._library, error, "select")
 

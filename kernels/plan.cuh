@@ -7,8 +7,6 @@
 #pragma once
 #include <cstdint>
 
-#include "launch.cuh"
-
 constexpr int kMaxBatch = 2048;
 
 // Where a CTA starts.
@@ -79,7 +77,6 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
   __shared__ int warp_sums[32];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   int carry = 0;
-  wait_for_previous();
   for (int first = 0; first < p.batch; first += kPlanThreads) {
     const int r = first + thread;
     int tiles = 0;

@@ -7,18 +7,27 @@
 //            missing; also the next pass's references
 //
 // Every launcher returns a cudaError_t.
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "launch.cuh"
 
 // A request's part in the pass.
 struct Collection {
   int length;       // tokens to rank; 0: nothing is collected
   int wanted;       // entries of its tables
   int first_group;  // of 16 tokens, in the buffers
-  int unused;
+  int first_unit;   // of 64 tokens, of all requests' units
+};
+
+// A block's part of a layer's work: units [next, end), of which `next` is the request's.
+struct Share {
+  int request;
+  int next;
+  int end;
+  int blocks;  // blocks that have units
+  int units;   // of all of them
 };
 
 // A request's part in one layer; all zeros between layers but for the threshold.
@@ -33,7 +42,7 @@ struct LayerState {
 struct Selection {
   Collection* collections;  // max_batch
   int2* score_groups;       // max_batch: see attend.cuh
-  int* unit_indptr;         // max_batch + 1, units of 64 tokens before each request
+  Share* shares;            // a block's
   LayerState* states;       // max_batch
   unsigned* histograms;     // (max_batch, 4096), zeros between layers
   uint16_t* keys;           // a token's, (groups * 16,)
@@ -51,6 +60,7 @@ struct BeginParams {
   int64_t max_tokens;
   int64_t capacity;
   int batch;
+  int num_blocks;
 };
 
 struct SelectParams {
@@ -86,7 +96,6 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
   __shared__ int wanted[kMaxBatch];
   __shared__ int groups[kMaxBatch];
   __shared__ int units[kMaxBatch + 1];
-  wait_for_previous();
   for (int r = threadIdx.x; r < p.batch; r += blockDim.x) {
     const int64_t length = p.rank_lens[r];
     int64_t k = static_cast<int64_t>(ceil(p.ratio * static_cast<double>(length)));
@@ -113,13 +122,11 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
     units[p.batch] = unit;
   }
   __syncthreads();
-  for (int r = threadIdx.x; r <= p.batch; r += blockDim.x) {
-    p.selection.unit_indptr[r] = units[r];
-    if (r == p.batch) break;
+  for (int r = threadIdx.x; r < p.batch; r += blockDim.x) {
     const bool collected = groups[r] >= 0;
-    p.selection.collections[r] = {collected ? lengths[r] : 0, wanted[r], max(groups[r], 0), 0};
-    p.selection.score_groups[r] =
-        make_int2(max(groups[r], 0), collected ? div_up(lengths[r], kGroupTokens) : 0);
+    const int group = max(groups[r], 0), length = collected ? lengths[r] : 0;
+    p.selection.collections[r] = {length, wanted[r], group, units[r]};
+    p.selection.score_groups[r] = make_int2(group, div_up(length, kGroupTokens));
     const int64_t row = p.rows[r];
     if (collected) {
       p.counts[row] = wanted[r];
@@ -129,57 +136,59 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
       p.bases[row] = 0;
     }
   }
+  const int64_t total = units[p.batch];
+  const int working = static_cast<int>(min(total, static_cast<int64_t>(p.num_blocks)));
+  for (int block = threadIdx.x; block < p.num_blocks; block += blockDim.x) {
+    Share share{0, 0, 0, working, static_cast<int>(total)};
+    if (block < working) {
+      share.next = static_cast<int>(block * total / working);
+      share.end = static_cast<int>((block + 1) * total / working);
+      int high = p.batch;  // the request is in [share.request, high)
+      while (high - share.request > 1) {
+        const int middle = (share.request + high) / 2;
+        if (units[middle] <= share.next) share.request = middle;
+        else high = middle;
+      }
+    }
+    p.selection.shares[block] = share;
+  }
 }
 
-// A block's units are a run of all requests' units; this walks its parts, each of one request.
+// The part of a block's share that is one request's, in units of the request.
 struct Part {
   int request;
-  int first, end;  // units of the request
+  int first, end;
+  Collection collection;
 };
 
-struct Walk {
-  const int* unit_indptr;
-  int batch, working, next, end, request;
+__device__ bool next_part(const Selection& s, Share& share, Part& part) {
+  if (share.next >= share.end) return false;
+  do {
+    part.request = share.request++;
+    part.collection = s.collections[part.request];
+    part.end = part.collection.first_unit + div_up(part.collection.length, kUnitTokens);
+  } while (part.end <= share.next);
+  part.first = share.next - part.collection.first_unit;
+  share.next = min(part.end, share.end);
+  part.end = share.next - part.collection.first_unit;
+  return true;
+}
 
-  // Called by all threads of a block.
-  __device__ Walk(const Selection& s, int batch) : unit_indptr(s.unit_indptr), batch(batch) {
-    __shared__ int start;
-    const int64_t units = unit_indptr[batch];
-    working = static_cast<int>(min(units, static_cast<int64_t>(gridDim.x)));
-    next = end = 0;
-    if (blockIdx.x < working) {
-      next = static_cast<int>(blockIdx.x * units / working);
-      end = static_cast<int>((blockIdx.x + 1) * units / working);
-    }
-    for (int r = threadIdx.x; r < batch; r += blockDim.x) {
-      if (unit_indptr[r] <= next && next < unit_indptr[r + 1]) start = r;
-    }
-    __syncthreads();
-    request = start;  // unset where there are no units, and then unused
-  }
-  __device__ bool step(Part& part) {
-    if (next >= end) return false;
-    while (unit_indptr[request + 1] <= next) ++request;
-    part.request = request;
-    part.first = next - unit_indptr[request];
-    next = min(end, unit_indptr[request + 1]);
-    part.end = next - unit_indptr[request];
-    return true;
-  }
-  // How many blocks have parts of the request.
-  __device__ int blocks_of(int request) const {
-    const int64_t units = unit_indptr[batch];
-    const auto block_of = [&](int unit) { return ((unit + 1LL) * working - 1) / units; };
-    return static_cast<int>(block_of(unit_indptr[request + 1] - 1) -
-                            block_of(unit_indptr[request])) + 1;
-  }
-};
+// How many blocks have parts of the request.
+__device__ int blocks_of(const Share& share, const Collection& collection) {
+  const auto block_of = [&](int unit) { return ((unit + 1LL) * share.blocks - 1) / share.units; };
+  const int last = collection.first_unit + div_up(collection.length, kUnitTokens) - 1;
+  return static_cast<int>(block_of(last) - block_of(collection.first_unit)) + 1;
+}
 
-// A row of score bytes in a group of tokens: 16 bytes.
+// A row of score bytes in a group of tokens: 16 bytes. Shifted to the top of a half, a byte is
+// 2^(score - reference + kHalfOctaves); the tiniest are denormal.
 struct ScoreRow {
-  float factor;     // of 2^(score - reference - 3): gives the softmax weight
+  __half2 factor;   // gives 2^kHalfOctaves times the softmax weight
   uint32_t offset;  // 16-byte units
 };
+
+constexpr float kHalfOctaves = 28 - 15;
 
 __device__ ScoreRow score_row(const SelectParams& p, int request, int64_t row, int index,
                               int kinds) {
@@ -191,32 +200,37 @@ __device__ ScoreRow score_row(const SelectParams& p, int request, int64_t row, i
   const int query = which ? p.num_queries - 1 : 0;
   const float lse =
       p.lse[(static_cast<int64_t>(request) * p.num_queries + query) * num_heads + head];
-  const float exponent = reference - lse + 3.f;
-  // Not finite: a query that saw nothing. Limited, so that 256 such rows don't overflow.
-  const float factor = isfinite(exponent) ? exp2f(fminf(exponent, 64.f)) : 0.f;
-  return {factor, static_cast<uint32_t>(kv_head * (p.score_head_stride / 16) + kind)};
+  const float exponent = fminf(fmaxf(reference - lse, -24.f), 15.f);
+  // Not finite: a query that saw nothing.
+  const float factor = isfinite(reference - lse) ? exp2f(exponent) : 0.f;
+  return {__float2half2_rn(factor),
+          static_cast<uint32_t>(kv_head * (p.score_head_stride / 16) + kind)};
 }
 
-// Byte i of the word, as attend.cuh wrote it: 2^(score - reference - 3).
-template <int kByte>
-__device__ __forceinline__ float decode(uint32_t word) {
-  const uint32_t at_20 = kByte < 3 ? word << (20 - 8 * kByte) : word >> 4;
-  return __uint_as_float((at_20 & 0x0ff00000u) | (96u << 23));
+// Two neighbouring bytes as halves.
+template <int kPair>
+__device__ __forceinline__ __half2 decode(uint32_t word) {
+  const uint32_t halves = __byte_perm(word, 0, kPair == 0 ? 0x4140 : 0x4342) << 7;
+  return *reinterpret_cast<const __half2*>(&halves);
 }
 
-__device__ __forceinline__ int key_of(float weight) {
-  const int key = static_cast<int>((log2f(weight) - kLowestOctave) * kBinsPerOctave);
+// weight: times 2^kHalfOctaves. Infinite, or no number where bytes were clamped: very heavy.
+__device__ __forceinline__ int key_of(__half weight) {
+  const float w = __half2float(weight);
+  if (!(w <= 65504.f)) return kBins - 1;
+  const int key =
+      static_cast<int>((__log2f(w) - kHalfOctaves - kLowestOctave) * kBinsPerOctave);
   return min(max(key, 0), kBins - 1);
 }
 
 // Adds the partner lane's values to half of one's own and gives it the other half of them.
 template <int kHalf>
-__device__ __forceinline__ void exchange(float (&values)[16], bool upper, int partner) {
+__device__ __forceinline__ void exchange(__half2 (&values)[8], bool upper, int partner) {
 #pragma unroll
   for (int i = 0; i < kHalf; ++i) {
-    const float sent = upper ? values[i] : values[i + kHalf];
-    const float kept = upper ? values[i + kHalf] : values[i];
-    values[i] = kept + __shfl_xor_sync(~0u, sent, partner);
+    const __half2 sent = upper ? values[i] : values[i + kHalf];
+    const __half2 kept = upper ? values[i + kHalf] : values[i];
+    values[i] = __hadd2(kept, __shfl_xor_sync(~0u, sent, partner));
   }
 }
 
@@ -264,12 +278,11 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
   const int kinds = p.num_queries > 1 ? 2 * p.group : p.group;
   const int num_rows = p.num_kv_heads * kinds;
   for (int i = threadIdx.x; i < kBins; i += kReduceThreads) histogram[i] = 0;
-  wait_for_previous();
 
-  Walk walk(s, p.batch);
+  Share share = s.shares[blockIdx.x];
   Part part;
-  while (walk.step(part)) {
-    const Collection collection = s.collections[part.request];
+  while (next_part(s, share, part)) {
+    const Collection collection = part.collection;
     const int64_t row = p.rows[part.request];
     for (int i = threadIdx.x; i < num_rows; i += kReduceThreads) {
       score_rows[i] = score_row(p, part.request, row, i, kinds);
@@ -281,7 +294,7 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
       const int64_t buffer_group = collection.first_group + group;
       const uint4* const from =
           reinterpret_cast<const uint4*>(s.scores) + buffer_group * kinds;
-      float weights[16] = {};
+      __half2 weights[8] = {};
       if (valid) {
 #pragma unroll 8
         for (int i = lane_row; i < num_rows; i += 8) {
@@ -290,20 +303,18 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
           const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
-            weights[4 * w] += score.factor * decode<0>(words[w]);
-            weights[4 * w + 1] += score.factor * decode<1>(words[w]);
-            weights[4 * w + 2] += score.factor * decode<2>(words[w]);
-            weights[4 * w + 3] += score.factor * decode<3>(words[w]);
+            weights[2 * w] = __hfma2(score.factor, decode<0>(words[w]), weights[2 * w]);
+            weights[2 * w + 1] = __hfma2(score.factor, decode<1>(words[w]), weights[2 * w + 1]);
           }
         }
       }
       // Sum over the 8 lanes; each is left with two tokens.
-      exchange<8>(weights, lane & 4, 4);
-      exchange<4>(weights, lane & 2, 2);
-      exchange<2>(weights, lane & 1, 1);
+      exchange<4>(weights, lane & 4, 4);
+      exchange<2>(weights, lane & 2, 2);
+      exchange<1>(weights, lane & 1, 1);
       if (valid) {
-        const int token = lane_row * 2;  // bits 4, 2, 1 of the lane chose 8, 4 and 2 tokens
-        const int low = key_of(weights[0]), high = key_of(weights[1]);
+        const int token = lane_row * 2;
+        const int low = key_of(__low2half(weights[0])), high = key_of(__high2half(weights[0]));
         *reinterpret_cast<ushort2*>(s.keys + buffer_group * kGroupTokens + token) =
             make_ushort2(low, high);
         const int position = group * kGroupTokens + token;
@@ -323,7 +334,7 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
     __syncthreads();
     if (threadIdx.x == 0) {
       const int done = atomicAdd(&s.states[part.request].blocks_done, 1) + 1;
-      last = done == walk.blocks_of(part.request);
+      last = done == blocks_of(share, collection);
       __threadfence();
     }
     __syncthreads();
@@ -336,12 +347,11 @@ __global__ void __launch_bounds__(kCompactThreads) compact_kernel(const SelectPa
   const Selection& s = p.selection;
   const int lane = threadIdx.x % 32;
   const unsigned lower_lanes = (1u << lane) - 1;
-  wait_for_previous();
 
-  Walk walk(s, p.batch);
+  Share share = s.shares[blockIdx.x];
   Part part;
-  while (walk.step(part)) {
-    const Collection collection = s.collections[part.request];
+  while (next_part(s, share, part)) {
+    const Collection collection = part.collection;
     const int64_t row = p.rows[part.request];
     const int threshold = s.states[part.request].threshold;
     const int above = s.states[part.request].above;
@@ -402,7 +412,6 @@ __global__ void __launch_bounds__(kCompactThreads) compact_kernel(const SelectPa
 
 // Sets the references of a pass that has none: the lse of a run without scores.
 __global__ void __launch_bounds__(256) reference_kernel(const SelectParams p) {
-  wait_for_previous();
   const int num_heads = p.num_kv_heads * p.group;
   for (int i = blockIdx.x * 256 + threadIdx.x; i < p.batch * num_heads * 2; i += gridDim.x * 256) {
     const int which = i % 2, head = i / 2 % num_heads, request = i / (2 * num_heads);
@@ -413,16 +422,12 @@ __global__ void __launch_bounds__(256) reference_kernel(const SelectParams p) {
   }
 }
 
-size_t reduce_shared_bytes(const SelectParams& p) {
-  return sizeof(ScoreRow) * p.num_kv_heads * p.group * 2;
-}
-
 }  // namespace
 
 extern "C" {
 
-// Loads the kernels, which a graph capture couldn't.
-int vegas_prepare(int device, int* num_processors) {
+// Loads the kernels, which a graph capture couldn't, and says how many blocks share a layer's work.
+int vegas_prepare(int device, int* num_blocks) {
   cudaError_t error = cudaSetDevice(device);
   cudaFuncAttributes attributes;
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, begin_kernel);
@@ -430,30 +435,36 @@ int vegas_prepare(int device, int* num_processors) {
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, compact_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, reference_kernel);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(num_processors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(num_blocks, cudaDevAttrMultiProcessorCount, device);
   }
+  *num_blocks *= 2;
   return error;
 }
 
 int vegas_begin(int device, const BeginParams* params, void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  return launch(begin_kernel, 1, 256, 0, stream, *params);
+  begin_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(*params);
+  return cudaGetLastError();
 }
 
-int vegas_select(int device, const SelectParams* params, int num_processors, void* stream) {
+int vegas_select(int device, const SelectParams* params, int num_blocks, void* stream) {
   cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  error = launch(reduce_kernel, 2 * num_processors, kReduceThreads,
-                 static_cast<int>(reduce_shared_bytes(*params)), stream, *params);
+  const auto on = static_cast<cudaStream_t>(stream);
+  const size_t shared_bytes = sizeof(ScoreRow) * params->num_kv_heads * params->group * 2;
+  reduce_kernel<<<num_blocks, kReduceThreads, shared_bytes, on>>>(*params);
+  error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  return launch(compact_kernel, 2 * num_processors, kCompactThreads, 0, stream, *params);
+  compact_kernel<<<num_blocks, kCompactThreads, 0, on>>>(*params);
+  return cudaGetLastError();
 }
 
 int vegas_set_references(int device, const SelectParams* params, void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  return launch(reference_kernel, 16, 256, 0, stream, *params);
+  reference_kernel<<<16, 256, 0, static_cast<cudaStream_t>(stream)>>>(*params);
+  return cudaGetLastError();
 }
 
 const char* vegas_error_name(int error) {

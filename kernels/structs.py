@@ -12,6 +12,7 @@ import torch
 CTA_START_BYTES = 16
 LIST_BYTES = 16
 COLLECTION_BYTES = 16
+SHARE_BYTES = 20
 LAYER_STATE_BYTES = 20
 HISTOGRAM_BINS = 4096
 GROUP_TOKENS = 16
@@ -80,7 +81,7 @@ class Selection(ctypes.Structure):
     _fields_ = [
         ("collections", c_void_p),
         ("score_groups", c_void_p),
-        ("unit_indptr", c_void_p),
+        ("shares", c_void_p),
         ("states", c_void_p),
         ("histograms", c_void_p),
         ("keys", c_void_p),
@@ -100,6 +101,7 @@ class BeginParams(ctypes.Structure):
         ("max_tokens", c_int64),
         ("capacity", c_int64),
         ("batch", c_int),
+        ("num_blocks", c_int),
     ]
 
 

@@ -186,7 +186,8 @@ def test_capacity():
     rows = case.rows.tolist()
     counts = [int(setup.tables.counts[row]) for row in rows]
     bases = [int(setup.tables.bases[row]) for row in rows]
-    assert counts == [70, 3, 63, 16, 0]
+    sizes = [reference.table_size(length, *setup.sizes) for length in (1000, 900, 100)]
+    assert counts == [sizes[0], 3, sizes[1], sizes[2], 0]
     assert bases == [1000, 5, 900, 100, 0]
     assert (setup.tables.positions[0, rows[1]] == -1).all()
 
