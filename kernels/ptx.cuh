@@ -57,23 +57,9 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
 // 16 bytes, or zeros where `bytes` is 0.
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, uint32_t bytes,
                                            uint64_t policy) {
-#ifdef VEGAS_NO_POLICY
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared),
-               "l"(global), "r"(bytes)
-               : "memory");
-#elif VEGAS_PREFETCH == 128
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared),
-               "l"(global), "r"(bytes), "l"(policy)
-               : "memory");
-#elif VEGAS_PREFETCH == 256
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(shared),
-               "l"(global), "r"(bytes), "l"(policy)
-               : "memory");
-#else
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared),
                "l"(global), "r"(bytes), "l"(policy)
                : "memory");
-#endif
 }
 
 __device__ __forceinline__ void commit_copies() {
