@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .build import Source
+from .structs import SCORE_STAGE_BYTES
 
 WARPS = 4
 MAX_ROW_WARPS = 4
@@ -74,7 +75,12 @@ def shared_bytes(head_dim: int, row_tiles: int, row_warps: int, stages: int) -> 
     streams, rows = WARPS // row_warps, 16 * row_tiles * row_warps
     ring = streams * stages * 2 * 16 * head_dim * 2
     merge = WARPS * 16 * row_tiles * (head_dim + 8) * 4
-    return max(ring, merge) + rows * head_dim * 2 + (streams + 1) * rows * 8 + WARPS * 1024
+    return (
+        max(ring, merge)
+        + rows * head_dim * 2
+        + (streams + 1) * rows * 8
+        + WARPS * SCORE_STAGE_BYTES
+    )
 
 
 def find_instance(
