@@ -26,6 +26,7 @@ import shlex
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ from tests.server_process import (  # noqa: E402
 CONFIGS = Path(__file__).parent / "configs"
 CONTEXT_LENGTH = 131072 + 4096
 MAX_BATCH = 64
+PROFILED_STEPS = 4
 SILENCE_S = 300  # a stream that says nothing for so long is dead
 LOG_TAIL_LINES = 40
 # Drafts of the dummy model stand for accepted tokens. SGLang's other mode, one fixed token, would
@@ -387,6 +389,7 @@ def measure_case(
     repeats: int,
     timing: Path,
     say: Callable[[str], None],
+    profile_to: Path | None = None,
 ) -> Measurement:
     say(f"caching {len(prompts)} prompts of {plan.prompt} tokens")
     # Also compiles and loads what the first iterations of this batch size need.
@@ -398,6 +401,9 @@ def measure_case(
             f"window {repeat} of {repeats}: {windows[-1].ms_per_token:.2f} ms a token, "
             f"{windows[-1].tokens_per_s:.0f} tokens/s over {windows[-1].seconds:.1f} s"
         )
+    if profile_to:
+        say(f"profiling {PROFILED_STEPS} iterations")
+        profile_decoding(server, plan, prompts, profile_to)
     windows.sort(key=lambda window: window.ms_per_token)
     median = windows[(len(windows) - 1) // 2]
     lines = read_timing(timing, *median.marks) if timing.exists() else []
@@ -410,6 +416,15 @@ def measure_case(
         client_load=median.client_load,
         window_s=median.seconds,
     )
+
+
+def profile_decoding(server: Server, plan: Plan, prompts: list[list[int]], folder: Path) -> None:
+    """Let SGLang write a GPU trace of a few steps in the middle of decoding to `folder`."""
+    body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
+    decoding = threading.Timer(1.0, lambda: server.request("POST", "/start_profile", body))
+    decoding.start()
+    server.generate(prompts, temperature=0, max_new_tokens=plan.new, ignore_eos=True)
+    decoding.join()
 
 
 class Progress:
@@ -536,6 +551,7 @@ def measure_server(
                 lambda text, case=case, number=number: progress(
                     f"{name}: case {number} of {len(plans)}, {case}: {text}"
                 ),
+                options.profile / f"{name}_{case}" if options.profile else None,
             )
     return results
 
@@ -693,6 +709,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vegas-flags", default="", help="more flags for VEGAS, one string")
     parser.add_argument("--start-timeout", type=float, default=600, help="seconds")
     parser.add_argument("--plot", type=Path, nargs="+", default=[], help=".png or .svg; see plots")
+    parser.add_argument("--profile", type=Path, help="folder for GPU traces; see trace_table.py")
     options = parser.parse_args(arguments)
     if options.tokens_per_iteration and not (
         1 <= options.tokens_per_iteration <= options.num_steps + 1

@@ -31,6 +31,8 @@ CPU_FLAGS = (
 )
 CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
 CUDA_FLAGS = ("--device", "cuda", "--dtype", "bfloat16")
+# More flags for every server of the tests, such as the memory it may take on a shared GPU.
+EXTRA_FLAGS = "VEGAS_TEST_SERVER_FLAGS"
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -155,6 +157,7 @@ def server_command(
         *("--model-path", str(model_path), "--host", "127.0.0.1", "--port", str(port)),
         *("--skip-server-warmup", "--enable-cache-report"),
         *(CUDA_FLAGS if has_cuda() else CPU_FLAGS),
+        *os.environ.get(EXTRA_FLAGS, "").split(),
         *speculation,
         *extra_args,
     ]
