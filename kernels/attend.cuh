@@ -37,12 +37,7 @@ constexpr int kBufferBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes
 constexpr int kQueryBytes = kRows * kRowBytes;
 constexpr int kStatBytes = kStreams * kRows * 8;
 constexpr int kScoreRowBytes = kRows * 8;
-// A warp's scores of several steps, written to memory at once: single groups, scattered as they are
-// over the scores of all CTAs, are slow to write.
-constexpr bool kStageScores = kRowWarps == 1 && !VEGAS_DIRECT;
-constexpr int kScoreStageBytes = 1024;  // of a warp
-constexpr int kSharedBytes =
-    kBufferBytes + kQueryBytes + kStatBytes + kScoreRowBytes + kWarps * kScoreStageBytes;
+constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes + kScoreRowBytes;
 
 constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
 // A row's maximum may lag behind, while four of its weights relative to it sum up to no more.
@@ -62,8 +57,7 @@ struct AttendParams {
   const int* positions;      // sparse: the layer's (num_rows, max_count)
   float* partial_o;          // (slots, kRows, kHeadDim)
   float2* partial_stats;     // (slots, kRows): maximum (log2), sum
-  uint8_t* scores;           // (num_kv_heads, group of 16 tokens, which query and head, 16); the
-                             // groups of score_steps tiles are ordered by stream, then tile
+  uint8_t* scores;           // (num_kv_heads, group of 16 tokens, which query and head, 16)
   const float* references;   // the layer's (num_rows, num_heads, 2), log2
   const int2* score_groups;  // (batch,): first group in `scores`, number of groups stored
   int64_t q_stride;
@@ -73,8 +67,7 @@ struct AttendParams {
   int num_kv_heads;
   int group;  // query heads of a KV head
   int num_queries;
-  int score_steps;  // a power of 2; their scores fit into kScoreStageBytes
-  float scale;      // times log2(e)
+  float scale;  // times log2(e)
 };
 
 // Where a row's scores go in a group of `scores`, and the exponent that they get.
@@ -134,8 +127,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int stream = warp / kRowWarps, row_warp = warp % kRowWarps;
-  uint8_t* const score_stage =
-      reinterpret_cast<uint8_t*>(score_rows + kRows) + warp * kScoreStageBytes;
   const int quad = lane % 4;
   const uint32_t ring = shared_base + stream * kStages * kStageBytes;
   const int rows_used = p.num_queries * p.group;
@@ -225,20 +216,17 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       *reinterpret_cast<uint4*>(q_shared + r * kRowBytes + ((chunk ^ (r & 7)) << 4)) = value;
     }
 
-    // Steps whose scores are stored, bytes of one, and the place of the first one's chunk.
-    int scored_steps = 0, score_group_bytes = 0;
-    uint8_t* score_chunk = nullptr;
+    int score_steps = 0;
+    uint8_t* score_at = nullptr;
+    int score_step_bytes = 0;
     if (kScores) {
       const int2 groups = p.score_groups[at.request];
-      score_group_bytes = (p.num_queries > 1 ? 2 : 1) * p.group * kGroupTokens;
-      scored_steps =
-          min(steps, div_up(max(groups.y - first_token / kGroupTokens, 0), kStreams));
-      const int chunk = at.place / p.score_steps * kStreams + stream;
-      score_chunk = p.scores + at.head * p.score_head_stride +
-                    static_cast<int64_t>(groups.x + chunk * p.score_steps) * score_group_bytes;
-    }
-    int score_slot = at.place % max(p.score_steps, 1), first_slot = score_slot;
-    if (kScores) {
+      const int kinds = p.num_queries > 1 ? 2 * p.group : p.group;
+      const int first_group = first_token / kGroupTokens;
+      score_steps = div_up(max(groups.y - first_group, 0), kStreams);
+      score_step_bytes = kStreams * kinds * kGroupTokens;
+      score_at = p.scores + at.head * p.score_head_stride +
+                 static_cast<int64_t>(groups.x + first_group) * kinds * kGroupTokens + quad * 4;
       // In shared memory: a reference that the loop got from global memory would make its first use
       // wait for the loop's own loads from there.
       for (int r = threadIdx.x; r < kRows; r += kThreads) {
@@ -355,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       // Weights relative to the maxima so far; says whether those are too old.
       uint32_t weights[kRowTiles][4];
       float added[kRowTiles][2];
-      const bool store_scores = kScores && s < scored_steps;
+      const bool store_scores = kScores && s < score_steps;
       const auto weigh = [&]() -> bool {
         bool outgrown = false;
 #pragma unroll
@@ -385,9 +373,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
               };
               const uint32_t word = pack_bytes(byte(a), byte(b), byte(c), byte(d));
               if (score.offset >= 0) {
-                uint8_t* const to = kStageScores ? score_stage + score_slot * score_group_bytes
-                                                 : score_chunk + score_slot * score_group_bytes;
-                *reinterpret_cast<uint32_t*>(to + score.offset + quad * 4) = word;
+                *reinterpret_cast<uint32_t*>(score_at + score.offset) = word;
               }
             }
           }
@@ -416,6 +402,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         }
         weigh();
       }
+      score_at += score_step_bytes;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         sum[m][0] += added[m][0];
@@ -430,24 +417,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         for (int m = 0; m < kRowTiles; ++m) {
           multiply_add(o[m][d * 2], weights[m], b[0], b[1]);
           multiply_add(o[m][d * 2 + 1], weights[m], b[2], b[3]);
-        }
-      }
-
-      if (store_scores) {
-        ++score_slot;
-        const bool full = score_slot == p.score_steps;
-        if (kStageScores && (full || s == scored_steps - 1)) {
-          __syncwarp();
-          const int end = score_slot * score_group_bytes;
-          for (int i = first_slot * score_group_bytes + lane * 16; i < end; i += 32 * 16) {
-            *reinterpret_cast<uint4*>(score_chunk + i) =
-                *reinterpret_cast<const uint4*>(score_stage + i);
-          }
-          __syncwarp();
-        }
-        if (full) {
-          score_slot = first_slot = 0;
-          score_chunk += kStreams * p.score_steps * score_group_bytes;
         }
       }
     }

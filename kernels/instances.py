@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from .build import Source
-from .structs import SCORE_STAGE_BYTES
 
 WARPS = 4
 MAX_ROW_WARPS = 4
@@ -46,10 +45,6 @@ class Instance:
     capability: tuple[int, int]
 
     @property
-    def streams(self) -> int:
-        return WARPS // self.row_warps
-
-    @property
     def rows(self) -> int:
         return 16 * self.row_tiles * self.row_warps
 
@@ -64,7 +59,6 @@ class Instance:
                 ("VEGAS_WARPS", WARPS),
                 ("VEGAS_CTAS", self.ctas),
                 ("VEGAS_HALF", int(self.half)),
-                ("VEGAS_DIRECT", 0),
             ),
             self.capability,
         )
@@ -75,12 +69,7 @@ def shared_bytes(head_dim: int, row_tiles: int, row_warps: int, stages: int) -> 
     streams, rows = WARPS // row_warps, 16 * row_tiles * row_warps
     ring = streams * stages * 2 * 16 * head_dim * 2
     merge = WARPS * 16 * row_tiles * (head_dim + 8) * 4
-    return (
-        max(ring, merge)
-        + rows * head_dim * 2
-        + (streams + 1) * rows * 8
-        + WARPS * SCORE_STAGE_BYTES
-    )
+    return max(ring, merge) + rows * head_dim * 2 + (streams + 1) * rows * 8
 
 
 def find_instance(

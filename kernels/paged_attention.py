@@ -292,7 +292,6 @@ class PagedAttention:
             scores.check_attention(self)
             attend.scores = scores.scores.data_ptr()
             attend.score_head_stride = scores.head_stride(current.num_queries)
-            attend.score_steps = scores.score_steps(current.num_queries)
             attend.references = scores.score_ref[layer].data_ptr()
             attend.score_groups = scores.score_groups.data_ptr()
         error = loaded.library.vegas_attend(
@@ -327,12 +326,6 @@ class PagedAttention:
         """Queries a request of the last plan."""
         assert self._current is not None
         return self._current.num_queries
-
-    @property
-    def planned_streams(self) -> int:
-        """Streams of KV in a CTA of the last plan's instance."""
-        assert self._current is not None
-        return self._current.loaded.instance.streams
 
     @property
     def planned_batch(self) -> int:
@@ -404,9 +397,8 @@ class ScoreCollector:
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # Each request's tokens begin a new chunk.
-        chunks = -(-capacity_tokens // structs.CHUNK_TOKENS) + max_batch
-        self._groups = chunks * (structs.CHUNK_TOKENS // structs.GROUP_TOKENS)
+        # Each request's tokens begin a new group.
+        self._groups = -(-capacity_tokens // structs.GROUP_TOKENS) + max_batch
         self.scores = buffer(self._groups * structs.GROUP_TOKENS * num_heads * 2, dtype=torch.uint8)
         # The last keys of a token pass, 12 bits of its weight's logarithm.
         self.keys = buffer(self._groups * structs.GROUP_TOKENS, dtype=torch.int16)
@@ -512,15 +504,8 @@ class ScoreCollector:
 
     def head_stride(self, num_queries: int) -> int:
         """Bytes between two KV heads in `scores`."""
-        return self._groups * self._group_bytes(num_queries)
-
-    def score_steps(self, num_queries: int) -> int:
-        """Steps of a warp whose scores are neighbours in `scores`: 1, 2, 4 or 8."""
-        fitting = structs.SCORE_STAGE_BYTES // self._group_bytes(num_queries)
-        return min(8, 1 << (fitting.bit_length() - 1))
-
-    def _group_bytes(self, num_queries: int) -> int:
-        return structs.GROUP_TOKENS * self.group * (2 if num_queries > 1 else 1)
+        kinds = self.group * (2 if num_queries > 1 else 1)
+        return self._groups * structs.GROUP_TOKENS * kinds
 
     def _select_params(
         self, attention: PagedAttention, layer: int, rows: torch.Tensor
@@ -538,8 +523,6 @@ class ScoreCollector:
             num_kv_heads=self.num_kv_heads,
             group=self.group,
             num_queries=attention.planned_queries,
-            streams=attention.planned_streams,
-            score_steps=self.score_steps(attention.planned_queries),
         )
 
     def _stream(self) -> ctypes.c_void_p:

@@ -46,7 +46,7 @@ struct Selection {
   LayerState* states;       // max_batch
   unsigned* histograms;     // (max_batch, 4096), zeros between layers
   uint16_t* keys;           // a token's, (groups * 16,)
-  const uint8_t* scores;    // see attend.cuh
+  const uint8_t* scores;    // (num_kv_heads, groups, which query and head, 16)
 };
 
 struct BeginParams {
@@ -75,8 +75,6 @@ struct SelectParams {
   int num_kv_heads;
   int group;
   int num_queries;
-  int streams;  // see attend.cuh, as for
-  int score_steps;
 };
 
 namespace {
@@ -84,8 +82,6 @@ namespace {
 constexpr int kMaxBatch = 2048;
 constexpr int kGroupTokens = 16;
 constexpr int kUnitTokens = 64;  // tokens that a warp reduces at once
-// A request's buffers are as long as whole chunks of the attention's scores, for any instance.
-constexpr int kChunkTokens = 512;
 constexpr int kBins = 4096;
 constexpr float kBinsPerOctave = 128.f;
 constexpr float kLowestOctave = -24.f;
@@ -119,9 +115,8 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
       groups[r] = collected ? group : -1;
       if (collected) {
         used += length;
-        const int chunks = div_up(length, kChunkTokens);
-        group += chunks * (kChunkTokens / kGroupTokens);
-        unit += chunks * (kChunkTokens / kUnitTokens);
+        group += div_up(length, kGroupTokens);
+        unit += div_up(length, kUnitTokens);
       }
     }
     units[p.batch] = unit;
@@ -159,10 +154,6 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
   }
 }
 
-__device__ int units_of(const Collection& collection) {
-  return div_up(collection.length, kChunkTokens) * (kChunkTokens / kUnitTokens);
-}
-
 // The part of a block's share that is one request's, in units of the request.
 struct Part {
   int request;
@@ -175,7 +166,7 @@ __device__ bool next_part(const Selection& s, Share& share, Part& part) {
   do {
     part.request = share.request++;
     part.collection = s.collections[part.request];
-    part.end = part.collection.first_unit + units_of(part.collection);
+    part.end = part.collection.first_unit + div_up(part.collection.length, kUnitTokens);
   } while (part.end <= share.next);
   part.first = share.next - part.collection.first_unit;
   share.next = min(part.end, share.end);
@@ -186,7 +177,7 @@ __device__ bool next_part(const Selection& s, Share& share, Part& part) {
 // How many blocks have parts of the request.
 __device__ int blocks_of(const Share& share, const Collection& collection) {
   const auto block_of = [&](int unit) { return ((unit + 1LL) * share.blocks - 1) / share.units; };
-  const int last = collection.first_unit + units_of(collection) - 1;
+  const int last = collection.first_unit + div_up(collection.length, kUnitTokens) - 1;
   return static_cast<int>(block_of(last) - block_of(collection.first_unit)) + 1;
 }
 
@@ -298,15 +289,11 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
     }
     __syncthreads();
     for (int unit = part.first + warp; unit < part.end; unit += kReduceThreads / 32) {
-      // The group's place in the scores, and from that its place in the request.
-      const int place = unit * (kUnitTokens / kGroupTokens) + lane_group;
-      const int chunk = place / p.score_steps;
-      const int tile = chunk / p.streams * p.score_steps + place % p.score_steps;
-      const int group = tile * p.streams + chunk % p.streams;
+      const int group = unit * (kUnitTokens / kGroupTokens) + lane_group;
       const bool valid = group * kGroupTokens < collection.length;
       const int64_t buffer_group = collection.first_group + group;
-      const uint4* const from = reinterpret_cast<const uint4*>(s.scores) +
-                                static_cast<int64_t>(collection.first_group + place) * kinds;
+      const uint4* const from =
+          reinterpret_cast<const uint4*>(s.scores) + buffer_group * kinds;
       __half2 weights[8] = {};
       if (valid) {
 #pragma unroll 8

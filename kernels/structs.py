@@ -16,9 +16,6 @@ SHARE_BYTES = 20
 LAYER_STATE_BYTES = 20
 HISTOGRAM_BINS = 4096
 GROUP_TOKENS = 16
-# What a request's scores and keys are rounded up to, in tokens.
-CHUNK_TOKENS = 512
-SCORE_STAGE_BYTES = 1024
 
 
 class Plan(ctypes.Structure):
@@ -61,7 +58,6 @@ class AttendParams(ctypes.Structure):
         ("num_kv_heads", c_int),
         ("group", c_int),
         ("num_queries", c_int),
-        ("score_steps", c_int),
         ("scale", c_float),
     ]
 
@@ -122,8 +118,6 @@ class SelectParams(ctypes.Structure):
         ("num_kv_heads", c_int),
         ("group", c_int),
         ("num_queries", c_int),
-        ("streams", c_int),
-        ("score_steps", c_int),
     ]
 
 
