@@ -17,16 +17,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server]
 NEAR_TIE = 0.5
 
 
-@pytest.mark.parametrize("attention_backend", ["fa3", "flashinfer"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--attention-backend", "fa3"),
+        # Without graphs, every step is launched by Python.
+        ("--attention-backend", "flashinfer", "--disable-cuda-graph"),
+    ],
+    ids=["fa3", "flashinfer-eager"],
+)
 def test_differences_are_near_ties(
-    attention_backend: str,
+    flags: tuple[str, ...],
     server_slot: ServerSlot,
     model_path: Path,
     prompts: list[Prompt],
     tmp_path: Path,
 ) -> None:
     server_slot.stop()
-    flags = ("--attention-backend", attention_backend, "--cuda-graph-backend-prefill", "disabled")
+    flags = (*flags, "--cuda-graph-backend-prefill", "disabled")
     answers = {}
     for algorithm in (None, "VEGAS"):
         extra = (*flags, "--vegas-speculate-above", "0") if algorithm else flags
