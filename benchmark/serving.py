@@ -56,6 +56,8 @@ CONFIGS = Path(__file__).parent / "configs"
 CONTEXT_LENGTH = 131072 + 4096
 MAX_BATCH = 64
 PROFILED_STEPS = 4
+PROFILE_AFTER_S = 2.0  # the prompts are cached: decoding has begun
+PROFILE_WRITE_S = 5
 SILENCE_S = 300  # a stream that says nothing for so long is dead
 LOG_TAIL_LINES = 40
 # Drafts of the dummy model stand for accepted tokens. SGLang's other mode, one fixed token, would
@@ -102,7 +104,7 @@ class Case:
 
 def in_running_order(cases: Sequence[Case]) -> list[Case]:
     """Cases of one context together, the larger batch first: its prompts serve the smaller."""
-    return sorted(set(cases), key=lambda case: (-case.context, -case.batch))
+    return sorted(set(cases), key=lambda case: (case.context, -case.batch))
 
 
 @dataclass(frozen=True)
@@ -389,7 +391,6 @@ def measure_case(
     repeats: int,
     timing: Path,
     say: Callable[[str], None],
-    profile_to: Path | None = None,
 ) -> Measurement:
     say(f"caching {len(prompts)} prompts of {plan.prompt} tokens")
     # Also compiles and loads what the first iterations of this batch size need.
@@ -401,9 +402,6 @@ def measure_case(
             f"window {repeat} of {repeats}: {windows[-1].ms_per_token:.2f} ms a token, "
             f"{windows[-1].tokens_per_s:.0f} tokens/s over {windows[-1].seconds:.1f} s"
         )
-    if profile_to:
-        say(f"profiling {PROFILED_STEPS} iterations")
-        profile_decoding(server, plan, prompts, profile_to)
     windows.sort(key=lambda window: window.ms_per_token)
     median = windows[(len(windows) - 1) // 2]
     lines = read_timing(timing, *median.marks) if timing.exists() else []
@@ -421,10 +419,13 @@ def measure_case(
 def profile_decoding(server: Server, plan: Plan, prompts: list[list[int]], folder: Path) -> None:
     """Let SGLang write a GPU trace of a few steps in the middle of decoding to `folder`."""
     body = {"output_dir": str(folder), "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
-    decoding = threading.Timer(1.0, lambda: server.request("POST", "/start_profile", body))
+    decoding = threading.Timer(
+        PROFILE_AFTER_S, lambda: server.request("POST", "/start_profile", body)
+    )
     decoding.start()
     server.generate(prompts, temperature=0, max_new_tokens=plan.new, ignore_eos=True)
     decoding.join()
+    time.sleep(PROFILE_WRITE_S)
 
 
 class Progress:
@@ -551,8 +552,13 @@ def measure_server(
                 lambda text, case=case, number=number: progress(
                     f"{name}: case {number} of {len(plans)}, {case}: {text}"
                 ),
-                options.profile / f"{name}_{case}" if options.profile else None,
             )
+        if options.profile:
+            # Of the longest context's first case, whose prompts are in the cache now.
+            case = next(case for case in plans if case.context == context)
+            progress(f"{name}: {case}: tracing {PROFILED_STEPS} iterations")
+            prompts = make_prompts(plans[case], case.batch, config["vocab_size"])
+            profile_decoding(server, plans[case], prompts, options.profile / f"{name}_{case}")
     return results
 
 

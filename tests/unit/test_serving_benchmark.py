@@ -122,7 +122,7 @@ def test_parses_cases() -> None:
 
 def test_larger_batch_of_a_context_runs_first() -> None:
     cases = [Case(1, 122_880), Case(64, 1024), Case(4, 122_880), Case(1, 122_880)]
-    assert in_running_order(cases) == [Case(4, 122_880), Case(1, 122_880), Case(64, 1024)]
+    assert in_running_order(cases) == [Case(64, 1024), Case(4, 122_880), Case(1, 122_880)]
 
 
 def test_options() -> None:
@@ -355,7 +355,7 @@ def report() -> dict[str, Any]:
     options = parse_options(
         ["--cases", "4x122880", "64x1024", "1x512", "--commit", "abc", "--iterations", "32"]
     )
-    big, short, unmeasured = options.cases
+    unmeasured, short, big = options.cases
     assert unmeasured == Case(1, 512)
     speculated = Phases("speculate", 33.0, 22.5, 1.5, 57.0, 60)
     plainly = Phases("plain", 0.0, 6.5, 0.1, 6.6, 60)
@@ -372,7 +372,7 @@ def test_report(report: dict[str, Any]) -> None:
     assert report["copy_bandwidth_tb_s"] == pytest.approx(4.27)
     for case in report["cases"]:
         assert case.keys() >= CASE_KEYS
-    big, short, unmeasured = report["cases"]
+    unmeasured, short, big = report["cases"]
     assert big["draft_step_ms"] == 5.5
     assert big["speedup"] == pytest.approx(21.4 / 9.1)
     assert big["roofline_speedup"] == pytest.approx(6.2 * 20.518 / (6 * 4.733 + 20.518), rel=1e-3)
@@ -388,5 +388,5 @@ def test_table(report: dict[str, Any]) -> None:
     assert "4x122880   21.40   5.50 (0.26)  22.50 (1.05)   1.50     57.00     ~6.20" in text
     assert "~ simulated" in text
     assert [line.rsplit(maxsplit=1)[-1] for line in text.splitlines()[2:5]] == [
-        *("speculate", "plain", "-")
+        *("-", "plain", "speculate")
     ]
