@@ -553,7 +553,7 @@ def measure_server(
                     f"{name}: case {number} of {len(plans)}, {case}: {text}"
                 ),
             )
-        if options.profile:
+        if options.profile and vegas:
             # Of the longest context's first case, whose prompts are in the cache now.
             case = next(case for case in plans if case.context == context)
             progress(f"{name}: {case}: tracing {PROFILED_STEPS} iterations")
@@ -715,7 +715,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vegas-flags", default="", help="more flags for VEGAS, one string")
     parser.add_argument("--start-timeout", type=float, default=600, help="seconds")
     parser.add_argument("--plot", type=Path, nargs="+", default=[], help=".png or .svg; see plots")
-    parser.add_argument("--profile", type=Path, help="folder for GPU traces; see trace_table.py")
+    parser.add_argument(
+        "--profile", type=Path, help="folder for a GPU trace of VEGAS; see trace_table.py"
+    )
     options = parser.parse_args(arguments)
     if options.tokens_per_iteration and not (
         1 <= options.tokens_per_iteration <= options.num_steps + 1
