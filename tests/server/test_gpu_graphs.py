@@ -106,7 +106,7 @@ def answer(server: Server, request: dict[str, Any]) -> dict[str, Any]:
         "ids": body["output_ids"],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
         "gaps": [best[0][0] - best[1][0] for best in meta["output_top_logprobs"]],
-        "accept_length": meta["spec_accept_length"],
+        "accept_length": meta.get("spec_accept_length"),  # none for a single token
     }
 
 
