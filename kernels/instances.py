@@ -102,7 +102,7 @@ def unsupported(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> str | None:
-    """Why the kernels can't run the shape on the device, or None."""
+    """Why the kernels can't run the shape on the device, or None. capability: (major, minor)."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {dtype} (bfloat16 and float16 are supported)"
     if head_dim not in MAX_ROW_TILES:

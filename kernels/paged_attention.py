@@ -75,17 +75,7 @@ class PagedAttention:
     # is log2(e) times the natural log-sum-exp of scale * scores. [token][head], tokens dense.
     lse: torch.Tensor
 
-    @staticmethod
-    def supports(
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_queries: int,
-        dtype: torch.dtype,
-        capability: tuple[int, int],
-    ) -> str | None:
-        """Why the kernels can't run the shape, or None. capability: (major, minor)."""
-        return unsupported(num_heads, num_kv_heads, head_dim, num_queries, dtype, capability)
+    supports = staticmethod(unsupported)
 
     def __init__(
         self,
@@ -101,9 +91,7 @@ class PagedAttention:
 
         Raises ValueError for a shape that `supports` refuses.
         """
-        device = torch.device(device)
-        if device.index is None:
-            device = torch.device(device.type, torch.cuda.current_device())
+        device = _with_index(device)
         capability = torch.cuda.get_device_capability(device)
         reason = unsupported(num_heads, num_kv_heads, head_dim, num_queries, dtype, capability)
         if reason is None and not 1 <= max_batch <= MAX_BATCH:
@@ -199,7 +187,9 @@ class PagedAttention:
             params.counts = pointer(tables.counts, torch.int32, 1, "tables.counts")
             params.bases = pointer(tables.bases, torch.int32, 1, "tables.bases")
             params.max_count = tables.positions.shape[2]
-        error = loaded.library.vegas_plan(self.device.index, ctypes.byref(params), self._stream())
+        error = loaded.library.vegas_plan(
+            self.device.index, ctypes.byref(params), _stream(self.device)
+        )
         check(loaded.library, error, "plan")
         self._current = _CurrentPlan(loaded, batch, num_queries, tables is not None)
 
@@ -268,7 +258,7 @@ class PagedAttention:
             raise ValueError("k_cache, v_cache and out must be contiguous")
         if q.stride(1) != self.head_dim or q.stride(0) % 8 != 0 or q.data_ptr() % 16 != 0:
             raise ValueError("q's heads must be dense and its rows aligned to 16 bytes")
-        loaded, stream = current.loaded, self._stream()
+        loaded, stream = current.loaded, _stream(self.device)
         attend = structs.AttendParams(
             plan=self._plan_struct,
             q=pointer(q, self.dtype, 3, "q"),
@@ -317,9 +307,6 @@ class PagedAttention:
         )
         error = loaded.library.vegas_combine(self.device.index, ctypes.byref(combine), stream)
         check(loaded.library, error, "combine")
-
-    def _stream(self) -> ctypes.c_void_p:
-        return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
 
     @property
     def planned_queries(self) -> int:
@@ -370,9 +357,7 @@ class ScoreCollector:
         come when it is full keep their tables. A request of L positions gets
         k = clamp(ceil(ratio * L), min_tokens, max_tokens) of them; one with L <= k gets no table
         and drafts densely."""
-        device = torch.device(device)
-        if device.index is None:
-            device = torch.device(device.type, torch.cuda.current_device())
+        device = _with_index(device)
         if not 1 <= max_batch <= MAX_BATCH:
             raise ValueError(f"max_batch is {max_batch}, 1 to {MAX_BATCH} are supported")
         if capacity_tokens * num_heads * 2 // 16 >= 1 << 32:
@@ -450,7 +435,9 @@ class ScoreCollector:
             batch=batch,
             num_blocks=self._num_blocks,
         )
-        error = self._library.vegas_begin(self.device.index, ctypes.byref(params), self._stream())
+        error = self._library.vegas_begin(
+            self.device.index, ctypes.byref(params), _stream(self.device)
+        )
         check(self._library, error, "begin")
 
     def select(
@@ -462,7 +449,7 @@ class ScoreCollector:
         params.positions = pointer(tables.positions[layer], torch.int32, 2, "tables.positions")
         params.max_count = tables.positions.shape[2]
         error = self._library.vegas_select(
-            self.device.index, ctypes.byref(params), self._num_blocks, self._stream()
+            self.device.index, ctypes.byref(params), self._num_blocks, _stream(self.device)
         )
         check(self._library, error, "select")
 
@@ -489,7 +476,7 @@ class ScoreCollector:
         attention.dense(q, k_cache, v_cache, req_to_token, rows, scale, out)
         params = self._select_params(attention, layer, rows)
         error = self._library.vegas_set_references(
-            self.device.index, ctypes.byref(params), self._stream()
+            self.device.index, ctypes.byref(params), _stream(self.device)
         )
         check(self._library, error, "set_references")
         attention.dense(q, k_cache, v_cache, req_to_token, rows, scale, out, self, layer)
@@ -525,8 +512,17 @@ class ScoreCollector:
             num_queries=attention.planned_queries,
         )
 
-    def _stream(self) -> ctypes.c_void_p:
-        return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+
+def _with_index(device: torch.device | str) -> torch.device:
+    """The launchers want a device's number; "cuda" is the current one."""
+    device = torch.device(device)
+    if device.index is not None:
+        return device
+    return torch.device(device.type, torch.cuda.current_device())
+
+
+def _stream(device: torch.device) -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _prepare(instance: Instance, library: ctypes.CDLL, device: int) -> _Loaded:

@@ -6,6 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sgl_vegas_kernels.instances import (  # pyright: ignore[reportMissingImports]
+    MAX_QUERIES,
+    MAX_ROW_TILES,
+)
+
 from sgl_vegas.config import DEFAULT_NUM_STEPS, VegasConfig
 from sgl_vegas.selection.policy import build_policy
 from sgl_vegas.sglang_compat import (
@@ -23,8 +28,8 @@ from sgl_vegas.sglang_compat import (
 logger = logging.getLogger(__name__)
 
 NAME = "VEGAS"
-CUDA_HEAD_DIMS = (64, 128)  # what the kernels are written for
-MAX_CUDA_STEPS = 15  # their 16 queries a request
+CUDA_HEAD_DIMS = tuple(MAX_ROW_TILES)
+MAX_CUDA_STEPS = MAX_QUERIES - 1
 ATTENTION_BACKENDS = {"cuda": ("fa3", "flashinfer"), "cpu": ("torch_native",)}
 
 

@@ -70,7 +70,6 @@ class Drafter:
         """
         forward_batch = self._forward_batch(rows, seq_lens)
         tokens: list[torch.Tensor] = []
-        all_probs: list[torch.Tensor] = []
         for step in range(self.num_steps):
             token = tokens[-1] if tokens else bonus_tokens
             logits = self._step(forward_batch, token, step, dense=False)
@@ -80,13 +79,11 @@ class Drafter:
                 step_probs = probabilities(logits, rules.rows)
                 token = torch.where(rules.rows.top_ks == 1, token, draw(step_probs))
                 if probs is None:
-                    all_probs.append(step_probs)
-                else:
-                    probs[:, step] = step_probs
+                    bs, vocab = step_probs.shape
+                    probs = step_probs.new_empty((bs, self.num_steps, vocab))
+                probs[:, step] = step_probs
             tokens.append(token)
             rules = rules.after(token)
-        if all_probs:
-            probs = torch.stack(all_probs, dim=1)
         return Drafts(torch.stack(tokens, dim=1), None if rules.rows.is_all_greedy else probs)
 
     def plain_step(
@@ -118,7 +115,7 @@ class Drafter:
         forward_batch.input_ids = tokens
         forward_batch.out_cache_loc = self.req_to_token[rows, positions].long()
         forward_batch.positions = positions.clamp(max=self.last_position)
-        self.backend.begin_draft(rows, seq_lens, step, dense)
+        self.backend.kernels.begin_draft(rows, seq_lens, step, dense)
         with forward_context(ForwardContext(attn_backend=self.backend)):
             output = self.model_runner.model.forward(
                 forward_batch.input_ids, forward_batch.positions, forward_batch

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from sgl_vegas.sglang_compat import AttentionType, RadixAttention
+
+
+def kv_bytes_per_token(layers: list[RadixAttention], dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values in all layers, which `attention_layers` checked."""
+    layer = layers[0]
+    return 2 * len(layers) * layer.tp_k_head_num * layer.qk_head_dim * dtype.itemsize
 
 
 def attention_layers(model: nn.Module) -> list[RadixAttention]:

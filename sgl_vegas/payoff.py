@@ -119,11 +119,9 @@ def read_bandwidth(device: torch.device | str) -> float:
     return 2 * source.nbytes / gpu_ms(lambda: target.copy_(source), repeats=5)
 
 
-def measure_costs(graphs: DraftGraphs, model_runner: Any, layer: Any) -> IterationCosts:
-    """Time every captured graph on padded rows, and what a token's KV takes to read."""
-    num_layers = model_runner.model_config.num_hidden_layers
-    values = 2 * num_layers * layer.tp_k_head_num * layer.qk_head_dim
-    kv_bytes = values * model_runner.kv_cache_dtype.itemsize
+def measure_costs(graphs: DraftGraphs, model_runner: Any, kv_bytes: int) -> IterationCosts:
+    """Time every captured graph on padded rows, and what a token's KV of `kv_bytes` takes to
+    read."""
     sizes = graphs.batch_sizes
 
     def times(kind: str) -> list[float]:

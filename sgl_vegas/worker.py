@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sgl_vegas.attention.backend import VegasAttentionBackend
+from sgl_vegas.attention.cuda_kernels import CudaKernels, CudaWorkspace
 from sgl_vegas.attention.kernels import AttentionKernels
 from sgl_vegas.attention.torch_kernels import TorchKernels
 from sgl_vegas.config import VegasConfig
@@ -16,7 +17,7 @@ from sgl_vegas.draft_graphs import DraftGraphs
 from sgl_vegas.draft_input import VegasDraftInput
 from sgl_vegas.drafting import Drafter
 from sgl_vegas.logits import LogitsRules
-from sgl_vegas.model_check import attention_layers
+from sgl_vegas.model_check import attention_layers, kv_bytes_per_token
 from sgl_vegas.payoff import Payoff, measure_costs
 from sgl_vegas.sampling.penalties import PenaltyTracker
 from sgl_vegas.selection.policy import build_policy
@@ -37,9 +38,6 @@ from sgl_vegas.sglang_compat import (
 from sgl_vegas.tables.request_tables import RequestTables
 from sgl_vegas.timing import PhaseTimer
 from sgl_vegas.verification import Verified, accept, verify_batch
-
-if TYPE_CHECKING:
-    from sgl_vegas.attention.cuda_kernels import CudaWorkspace
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +75,7 @@ class VegasWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.config.num_draft_tokens
         _validate_kv_dtype(self.model_runner.kv_cache_dtype, self.model_runner.dtype)
         self.layers = attention_layers(self.model_runner.model)
+        self.kv_bytes = kv_bytes_per_token(self.layers, self.model_runner.kv_cache_dtype)
         self.tables = self._make_tables()
         self.workspace = None
         if self.device != "cpu":
@@ -103,12 +102,8 @@ class VegasWorker(BaseSpecWorker):
         return RequestTables(len(self.layers), num_rows, max_selected, self.device)
 
     def _make_workspace(self) -> CudaWorkspace:
-        from sgl_vegas.attention.cuda_kernels import CudaWorkspace
-
-        layer = self.layers[0]
         dtype = self.model_runner.kv_cache_dtype
-        token_bytes = 2 * len(self.layers) * layer.tp_k_head_num * layer.qk_head_dim
-        free_tokens = torch.cuda.mem_get_info()[0] // (token_bytes * dtype.itemsize)
+        free_tokens = torch.cuda.mem_get_info()[0] // self.kv_bytes
         max_tokens = min(free_tokens, self.server_args.max_total_tokens or free_tokens)
         workspace = CudaWorkspace(
             self.layers, self.tables, self.config, self.policy, max_tokens, dtype
@@ -145,8 +140,6 @@ class VegasWorker(BaseSpecWorker):
         if self.workspace is None:
             kernels: AttentionKernels = TorchKernels(*kernel_arguments)
         else:
-            from sgl_vegas.attention.cuda_kernels import CudaKernels
-
             kernels = CudaKernels(self.workspace, *kernel_arguments)
         self.backend = VegasAttentionBackend(
             runner.attn_backend, kernels, runner.req_to_token_pool, runner.token_to_kv_pool
@@ -171,7 +164,7 @@ class VegasWorker(BaseSpecWorker):
         self.graphs = DraftGraphs(self.drafter, batch_sizes, self.draft_probs)
         self.graphs.capture()
         if self.config.speculate_above is None:
-            self.payoff.costs = measure_costs(self.graphs, self.model_runner, self.layers[0])
+            self.payoff.costs = measure_costs(self.graphs, self.model_runner, self.kv_bytes)
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
@@ -268,8 +261,9 @@ class VegasWorker(BaseSpecWorker):
         rows, seq_lens = batch.req_pool_indices, batch.seq_lens
         set_time_batch(batch.reqs, "set_spec_draft_start_time", trace_only=True)
         with spec_stage_span("draft"):
-            if self.graphs is not None and self.graphs.can_run(len(rows)):
-                drafts = self.graphs.draft(bonus_tokens, rows, seq_lens, rules.rows)
+            graphs = self._graphs_for(len(rows))
+            if graphs is not None:
+                drafts = graphs.draft(bonus_tokens, rows, seq_lens, rules.rows)
             else:
                 drafts = self.drafter.draft(bonus_tokens, rows, seq_lens, rules)
             self._mark("drafted")
@@ -298,19 +292,28 @@ class VegasWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, bonus_tokens: torch.Tensor, rules: LogitsRules
     ) -> tuple[torch.Tensor, Verified, GenerationBatchResult]:
         rows, seq_lens = batch.req_pool_indices, batch.seq_lens
-        in_graph = self.graphs is not None and self.graphs.can_run(len(rows))
-        step = self.graphs.plain_step if in_graph else self.drafter.plain_step  # pyright: ignore[reportOptionalMemberAccess]
+        graphs = self._graphs_for(len(rows))
+        stepper = self.drafter if graphs is None else graphs
         self._mark("drafted")
         self._mark("verify")
-        logits_output = LogitsProcessorOutput(next_token_logits=step(bonus_tokens, rows, seq_lens))
+        logits_output = LogitsProcessorOutput(
+            next_token_logits=stepper.plain_step(bonus_tokens, rows, seq_lens)
+        )
         self._mark("verified")
         candidates = bonus_tokens.unsqueeze(1)
         verified = accept(batch, candidates, None, logits_output, rules)
         return (
             candidates,
             verified,
-            GenerationBatchResult(logits_output=logits_output, can_run_cuda_graph=in_graph),
+            GenerationBatchResult(
+                logits_output=logits_output, can_run_cuda_graph=graphs is not None
+            ),
         )
+
+    def _graphs_for(self, batch_size: int) -> DraftGraphs | None:
+        """None if graphs are off or none is large enough."""
+        fits = self.graphs is not None and self.graphs.can_run(batch_size)
+        return self.graphs if fits else None
 
     def _mark(self, phase: str) -> None:
         if self.timer is not None:

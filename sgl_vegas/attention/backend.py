@@ -58,12 +58,6 @@ class VegasAttentionBackend(AttentionBackend):
         if forward_batch.forward_mode.is_extend():
             self.kernels.begin_prefill(forward_batch.req_pool_indices, forward_batch.seq_lens)
 
-    def begin_draft(
-        self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
-    ) -> None:
-        """Before each draft step's forward: see `AttentionKernels.begin_draft`."""
-        self.kernels.begin_draft(rows, seq_lens, step, dense)
-
     # SGLang captures verify passes only: nothing is kept outside the graph, since the kernels take
     # their plan from the static `seq_lens` and `req_pool_indices` inside it.
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

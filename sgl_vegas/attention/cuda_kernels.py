@@ -90,20 +90,18 @@ class CudaKernels:
         self._num_draft_tokens = num_draft_tokens
         self._req_to_token = req_to_token
         self._tables = tables
-        self._kernel_tables = Tables(tables.positions, tables.counts, tables.bases)
         no_rows = torch.zeros_like(tables.counts)
         self._no_tables = Tables(tables.positions, no_rows, no_rows)
         self._torch = None
         if policy.makes_tables and self._scores is None:
             self._torch = TorchKernels(policy, tables, req_to_token, num_draft_tokens)
         self.capturable = self._torch is None
-        self.nbytes = workspace.nbytes + workspace.score_bytes
 
     def begin_draft(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
     ) -> None:
         self._rows = rows
-        self._draft_tables = self._no_tables if dense else self._kernel_tables
+        self._draft_tables = self._no_tables if dense else self._tables
         self._decode.plan_sparse(seq_lens, rows, self._draft_tables, step)
 
     def draft(
@@ -132,7 +130,7 @@ class CudaKernels:
         self._rows = rows
         self._verify.plan_dense(seq_lens, self._num_draft_tokens)
         if self._scores is not None:
-            self._scores.begin(seq_lens, rows, self._kernel_tables)
+            self._scores.begin(seq_lens, rows, self._tables)
         elif self._torch is not None:
             self._torch.begin_verify(rows, seq_lens)
 
@@ -157,7 +155,7 @@ class CudaKernels:
             layer=layer,
         )
         if self._scores is not None:
-            self._scores.select(self._verify, layer, self._rows, self._kernel_tables)
+            self._scores.select(self._verify, layer, self._rows, self._tables)
         elif self._torch is not None:
             width = self._num_draft_tokens
             picked = q.unflatten(0, (-1, width))[:, [0, -1]]
@@ -168,7 +166,7 @@ class CudaKernels:
         self._rows, self._seq_lens = rows, seq_lens
         if self._scores is not None:
             self._verify.plan_dense(seq_lens - 1, 1)
-            self._scores.begin(seq_lens, rows, self._kernel_tables)
+            self._scores.begin(seq_lens, rows, self._tables)
         elif self._torch is not None:
             self._torch.begin_prefill(rows, seq_lens)
         else:
@@ -192,7 +190,7 @@ class CudaKernels:
                 self._rows,
                 self._seq_lens,
                 scale,
-                self._kernel_tables,
+                self._tables,
                 layer,
                 torch.empty_like(last_queries),
             )

@@ -17,12 +17,10 @@ class AttentionKernels(Protocol):
     Attributes:
         name: for the log.
         capturable: whether all of it can be captured in CUDA graphs.
-        nbytes: memory of its own buffers.
     """
 
     name: str
     capturable: bool
-    nbytes: int
 
     def begin_draft(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool

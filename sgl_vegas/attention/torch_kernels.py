@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_vegas.attention.torch_reference import query_scores, verify_attention
+from sgl_vegas.attention.torch_reference import query_scores, sparse_decode, verify_attention
 from sgl_vegas.selection.policy import SelectionPolicy
 from sgl_vegas.tables.request_tables import RequestTables
 
@@ -18,7 +18,6 @@ class TorchKernels:
 
     name = "torch"
     capturable = False
-    nbytes = 0
 
     def __init__(
         self,
@@ -58,11 +57,8 @@ class TorchKernels:
         v_cache: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        outputs = []
-        for row, slots in enumerate(self._draft_slots):
-            k, v = k_cache[slots[layer]], v_cache[slots[layer]]
-            outputs.append(verify_attention(q[row : row + 1], k, v, scale))
-        return torch.cat(outputs)
+        slots = [of_all_layers[layer] for of_all_layers in self._draft_slots]
+        return sparse_decode(q, k_cache, v_cache, slots, scale)
 
     def begin_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._begin(rows, seq_lens)

@@ -5,7 +5,7 @@ One request at a time, for clarity and because a paged gather of one request fit
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -80,24 +80,21 @@ def sparse_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
+    slots: Sequence[torch.Tensor],
     scale: float,
 ) -> torch.Tensor:
-    """Decode attention over an index list a request, page size 1.
+    """Decode attention over a list of KV slots a request, page size 1.
 
     Args:
         q: (batch_size, num_heads, head_dim).
         k_cache, v_cache: (num_slots, num_kv_heads, head_dim).
-        kv_indptr: (batch_size + 1,) int32, on the CPU.
-        kv_indices: (kv_indptr[-1],) int32, KV slots; no list may be empty.
+        slots: of each request (n,) integer, n > 0.
 
     Returns:
         (batch_size, num_heads, head_dim), q's dtype.
     """
-    bounds = kv_indptr.tolist()
-    outputs = []
-    for row, (start, end) in enumerate(itertools.pairwise(bounds)):
-        slots = kv_indices[start:end]
-        outputs.append(verify_attention(q[row : row + 1], k_cache[slots], v_cache[slots], scale))
+    outputs = [
+        verify_attention(q[row : row + 1], k_cache[listed], v_cache[listed], scale)
+        for row, listed in enumerate(slots)
+    ]
     return torch.cat(outputs)
