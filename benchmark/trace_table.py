@@ -18,9 +18,10 @@ from typing import Any
 # First match wins; lower case.
 GROUPS = {
     "attention": ("attend_kernel", "combine_kernel", "flash", "fmha"),
-    "selection": ("begin_kernel", "reduce_kernel", "reference_kernel", "compact"),
     "plan": ("plan_kernel",),
     "matrix products": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "gemv"),
+    # Behind the products, of which some end in a splitKreduce_kernel.
+    "selection": ("begin_kernel", "reduce_kernel", "reference_kernel", "compact"),
     "norms, rope, activation": ("norm", "rope", "rotary", "silu", "act_and_mul"),
     "argmax and sampling": (
         "argmax",
