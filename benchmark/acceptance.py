@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmark.environment import (  # noqa: E402
     add_common_flags,
+    add_model_flag,
     commit,
     device_name,
     write_report,
@@ -64,6 +65,7 @@ def measure(options: argparse.Namespace, policy: str, prompts: list[Prompt]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens an iteration, by policy.")
+    add_model_flag(parser)
     add_common_flags(parser)
     parser.add_argument("--policies", nargs="+", default=["vegas", "streaming"])
     parser.add_argument("--sparsity-ratio", type=float, default=0.07)

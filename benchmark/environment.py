@@ -14,8 +14,11 @@ from tests.server_process import has_cuda
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True)
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-steps", type=int, default=7)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))

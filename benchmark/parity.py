@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmark.environment import (  # noqa: E402
     add_common_flags,
+    add_model_flag,
     commit,
     device_name,
     write_report,
@@ -69,6 +70,7 @@ def measure(options: argparse.Namespace, algorithm: str | None, log: Path) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Parity and decode rate of VEGAS.")
+    add_model_flag(parser)
     add_common_flags(parser)
     options = parser.parse_args()
     plain = measure(options, None, options.log_dir / "parity_plain.log")

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_vegas.config import VegasConfig
+
 BYTES_AN_ELEMENT = 2  # bfloat16, weights and KV
-MIN_DRAFT_TOKENS = 256  # VegasConfig.min_tokens
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,6 @@ class Floor:
         return tokens_per_iteration * self.plain_ms / iteration
 
 
-def draft_budget(context: int, ratio: float) -> int:
-    """KV entries a draft step attends to, VegasConfig.budget with its defaults."""
-    return min(context, max(math.ceil(ratio * context), MIN_DRAFT_TOKENS))
-
-
 def floor(
     shape: ModelShape, hardware: Hardware, batch: int, context: int, gamma: int, ratio: float
 ) -> Floor:
@@ -167,7 +163,7 @@ def floor(
         return max(read, shape.flops(tokens) / hardware.matrix_rate)
 
     full_s = batch * shape.kv_bytes(context) / hardware.copy_bandwidth
-    budget = draft_budget(context, ratio)
+    budget = VegasConfig(sparsity_ratio=ratio).budget(context)
     draft_s = batch * shape.kv_bytes(context, attended=budget) / hardware.copy_bandwidth
     return Floor(
         plain_ms=1e3 * (linear_s(batch) + full_s),

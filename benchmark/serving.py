@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmark.environment import add_common_flags, commit, write_report  # noqa: E402
 from benchmark.roofline import Hardware, ModelShape, floor, measure_hardware  # noqa: E402
+from sgl_vegas.timing import TIMING_FILE  # noqa: E402
 from tests.server_process import (  # noqa: E402
     Server,
     ServerStartError,
@@ -59,14 +60,12 @@ PROFILED_STEPS = 4
 PROFILE_AFTER_S = 2.0  # the prompts are cached: decoding has begun
 PROFILE_WRITE_S = 5
 SILENCE_S = 300  # a stream that says nothing for so long is dead
-LOG_TAIL_LINES = 40
 # Drafts of the dummy model stand for accepted tokens. SGLang's other mode, one fixed token, would
 # send a mixture of experts down the same few experts.
 SIMULATION = {
     "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
     "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
 }
-TIMING_ENV = "SGLANG_VEGAS_TIMING_FILE"
 
 
 class BenchmarkError(RuntimeError):
@@ -467,9 +466,9 @@ def running_server(
         what, _, tail = str(error).partition("; ")
         raise BenchmarkError(what, tail) from error
     except (aiohttp.ClientError, asyncio.TimeoutError, requests.RequestException) as error:
-        tail = "\n".join(server.log().splitlines()[-LOG_TAIL_LINES:])
         raise BenchmarkError(
-            f"the server failed ({type(error).__name__}: {error})", f"the end of {log}:\n{tail}"
+            f"the server failed ({type(error).__name__}: {error})",
+            f"the end of {log}:\n{server.log_tail()}",
         ) from error
     finally:
         stop(process)
@@ -507,7 +506,7 @@ def vegas_flags(options: argparse.Namespace) -> list[str]:
 
 
 def vegas_env(options: argparse.Namespace, timing: Path) -> dict[str, str]:
-    env = {TIMING_ENV: str(timing)}
+    env = {TIMING_FILE: str(timing)}
     if options.tokens_per_iteration:
         env["SGLANG_SIMULATE_ACC_LEN"] = str(options.tokens_per_iteration)
         env |= SIMULATION
@@ -685,10 +684,8 @@ def find_config(name: str) -> Path:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    # "resolve": --config takes the place of the common --model-path.
     parser = argparse.ArgumentParser(
-        description="Decode speed of VEGAS against plain SGLang and the roofline.",
-        conflict_handler="resolve",
+        description="Decode speed of VEGAS against plain SGLang and the roofline."
     )
     add_common_flags(parser)
     parser.set_defaults(num_steps=6)

@@ -56,6 +56,10 @@ class Server:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
+    def log_tail(self) -> str:
+        """The last lines of the log, for error messages."""
+        return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
+
     def request(self, method: str, path: str, body: Any = None, **kwargs: Any) -> requests.Response:
         """Any request, whatever its status; for the tests of refusals."""
         return requests.request(
@@ -210,8 +214,7 @@ def wait_until_healthy(
 
 
 def _why(server: Server, what: str) -> str:
-    tail = "\n".join(server.log().splitlines()[-LOG_TAIL_LINES:])
-    return f"the server {what}; the end of {server.log_path}:\n{tail}"
+    return f"the server {what}; the end of {server.log_path}:\n{server.log_tail()}"
 
 
 def free_port() -> int:

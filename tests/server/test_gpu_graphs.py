@@ -17,7 +17,6 @@ import pytest
 from tests.conftest import ServerSlot
 from tests.prompts import Prompt
 from tests.server import greedy_pairs
-from tests.server.test_gpu_parity import NEAR_TIE
 from tests.server_process import Server, launch_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
@@ -55,12 +54,6 @@ def graph_server(plain_answers: list, model_path: Path, tmp_path_factory: Any) -
         yield server
 
 
-def check(case: dict[str, Any]) -> None:
-    gap = case["gap_at_first_difference"]
-    assert gap is not None or case["same_length"], case
-    assert gap is None or gap <= NEAR_TIE, case
-
-
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 def test_parity_at_batch_sizes_between_graphs(
     graph_server: Server,
@@ -70,7 +63,7 @@ def test_parity_at_batch_sizes_between_graphs(
 ) -> None:
     answers = greedy_pairs.answers(graph_server, prompts, batch_size)
     for plain, vegas, prompt in zip(plain_answers, answers, prompts, strict=True):
-        check(greedy_pairs.compare(plain, vegas, prompt.name))
+        greedy_pairs.check_near_tie(greedy_pairs.compare(plain, vegas, prompt.name))
     lengths = [a["accept_length"] for a in answers]
     assert sum(lengths) / len(lengths) > 3  # drafts are accepted, at this batch size too
 
@@ -92,22 +85,14 @@ def churn_requests(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
                     "max_new_tokens": generator.randrange(1, 25),
                     "ignore_eos": True,
                 },
-                "return_logprob": True,
-                "top_logprobs_num": 2,
+                **greedy_pairs.LOGPROBS,
             }
         )
     return requests
 
 
 def answer(server: Server, request: dict[str, Any]) -> dict[str, Any]:
-    body = server.post("/generate", request)
-    meta = body["meta_info"]
-    return {
-        "ids": body["output_ids"],
-        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
-        "gaps": [best[0][0] - best[1][0] for best in meta["output_top_logprobs"]],
-        "accept_length": meta.get("spec_accept_length"),  # none for a single token
-    }
+    return greedy_pairs.answer_of(server.post("/generate", request))
 
 
 def test_requests_churned_through_few_rows_answer_as_alone(
@@ -126,6 +111,6 @@ def test_requests_churned_through_few_rows_answer_as_alone(
                 requests[part * share : (part + 1) * share],
             )
     for index, (one, other) in enumerate(zip(alone, together, strict=True)):
-        check(greedy_pairs.compare(one, other, f"request {index}"))
+        greedy_pairs.check_near_tie(greedy_pairs.compare(one, other, f"request {index}"))
     graph_server.flush_cache()
     assert graph_server.load()["num_used_tokens"] == before

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmark import serving
-from benchmark.roofline import Hardware, ModelShape, draft_budget, floor
+from benchmark.roofline import Hardware, ModelShape, floor
 from benchmark.serving import (
     BenchmarkError,
     Case,
@@ -91,11 +91,16 @@ def test_many_tokens_are_bound_by_the_matrices() -> None:
     assert limit.verify_ms == pytest.approx(1e3 * (compute_s + kv_s), rel=1e-3)
 
 
-def test_draft_budget_is_vegas_configs() -> None:
+def test_drafts_read_what_vegas_config_says() -> None:
     from sgl_vegas.config import VegasConfig
 
+    shape = ModelShape.from_config(config_of("qwen3-8b"))
     for context in (100, 256, 1024, 16_384, 122_880):
-        assert draft_budget(context, 0.07) == VegasConfig().budget(context)
+        limit = floor(shape, H200, batch=4, context=context, gamma=6, ratio=0.07)
+        full_ms = 1e3 * 4 * shape.kv_bytes(context) / H200.copy_bandwidth
+        kv_bytes = 147_456 * VegasConfig().budget(context)
+        draft_ms = limit.plain_ms - full_ms + 1e3 * 4 * kv_bytes / H200.copy_bandwidth
+        assert limit.draft_ms == pytest.approx(draft_ms)
 
 
 def test_experts_touched() -> None:
