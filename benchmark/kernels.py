@@ -123,12 +123,12 @@ class Bench:
         self.scale = shape.head_dim**-0.5
 
     def plan(self, _: int = 0) -> None:
-        self.verify.plan_dense(self.seq_lens, self.shape.num_queries)
+        self.verify.plan_dense(self.seq_lens, self.rows, self.shape.num_queries)
 
     def dense(self, i: int, scores: ScoreCollector | None = None) -> None:
         layer = i % self.shape.caches
         self.verify.dense(
-            *(self.q, *self.caches[layer], self.req_to_token, self.rows, self.scale, self.out),
+            *(self.q, *self.caches[layer], self.req_to_token, self.scale, self.out),
             *(scores, layer),
         )
 
@@ -151,13 +151,13 @@ class Bench:
     def sparse(self, i: int) -> None:
         layer = i % self.shape.caches
         self.draft.sparse(
-            *(self.q1, *self.caches[layer], self.req_to_token, self.rows, self.tables),
+            *(self.q1, *self.caches[layer], self.req_to_token, self.tables),
             *(layer, self.scale, self.out1),
         )
 
     def dense_one(self, i: int) -> None:
         self.draft.dense(
-            *(self.q1, *self.caches[i % self.shape.caches], self.req_to_token, self.rows),
+            *(self.q1, *self.caches[i % self.shape.caches], self.req_to_token),
             *(self.scale, self.out1),
         )
 
@@ -197,7 +197,7 @@ class Bench:
         listed = int(self.tables.counts[1]) + 4
         found["draft plan"] = time_graph(self.plan_draft, calls), 0
         found["draft at 7%"] = time_graph(self.sparse, calls), shape.bytes(listed)
-        self.draft.plan_dense(self.seq_lens, 1)
+        self.draft.plan_dense(self.seq_lens, self.rows, 1)
         found["dense, one query"] = time_graph(self.dense_one, calls), full
         try:
             for num_queries in (shape.num_queries, 1):

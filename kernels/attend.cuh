@@ -4,75 +4,23 @@
 // pair. Rows of the score matrix are a pair's (query, head of the group), query-major. A stream is
 // kRowWarps warps that share a ring of KV in shared memory; stream i takes every kStreams-th group
 // of 16 entries, with its own maxima, sums and outputs, so that the main loop has no CTA barrier.
-// At a segment's end the streams' results are merged and written to the workspace: combine.cuh.
+// At a segment's end the streams' results are merged and written to the workspace, and the pieces of
+// a pair by its last segment or a kernel of their own: combine.cuh.
 //
 // Token t = 4q + 2j + b of a group of 16 lies in ring row 8j + 2q + b, so that a thread's four
 // scores of a row are those of four neighbouring tokens.
 #pragma once
+#include "combine.cuh"
+#include "params.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
 
-constexpr int kHeadDim = VEGAS_HEAD_DIM;
-constexpr int kRowTiles = VEGAS_ROW_TILES;  // of 16 rows, a warp
-constexpr int kRowWarps = VEGAS_ROW_WARPS;
-constexpr int kStages = VEGAS_STAGES;
-constexpr int kWarps = VEGAS_WARPS;
-constexpr int kCtas = VEGAS_CTAS;  // on a multiprocessor
-
-constexpr int kThreads = kWarps * 32;
-constexpr int kStreams = kWarps / kRowWarps;
-constexpr int kGroupTokens = 16;
-constexpr int kTileTokens = kGroupTokens * kStreams;
-constexpr int kWarpRows = 16 * kRowTiles;
-constexpr int kRows = kWarpRows * kRowWarps;
-constexpr int kRowBytes = kHeadDim * 2;
-constexpr int kChunks = kRowBytes / 16;
-constexpr int kSteps = kHeadDim / 16;                 // of 16 dims
-constexpr int kHalfStage = kGroupTokens * kRowBytes;  // K, then as much V
-constexpr int kStageBytes = 2 * kHalfStage;
-constexpr int kRingBytes = kStreams * kStages * kStageBytes;
-constexpr int kMergeStride = kHeadDim + 8;  // floats; the 8 keep rows in different banks
-constexpr int kMergeBytes = kWarps * kWarpRows * kMergeStride * 4;
-constexpr int kBufferBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
-constexpr int kQueryBytes = kRows * kRowBytes;
-constexpr int kStatBytes = kStreams * kRows * 8;
-constexpr int kScoreRowBytes = kRows * 8;
-constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes + kScoreRowBytes;
-
-constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
 // A row's maximum may lag behind, while four of its weights relative to it sum up to no more.
 constexpr float kMaximumSlack = 256.f;
-// Scores leave as bytes: 5 bits of exponent and 3 of mantissa of 2^(score - reference + 28), from 1
-// up. decode in selection.cu is the inverse.
-constexpr float kByteOctaves = 28.f;
-constexpr int kByteBias = 127 << 23;
-
-struct AttendParams {
-  Plan plan;
-  const Element* q;
-  const Element* k;
-  const Element* v;
-  const int* req_to_token;
-  const int64_t* rows;
-  const int* positions;      // sparse: the layer's (num_rows, max_count)
-  float* partial_o;          // (slots, kRows, kHeadDim)
-  float2* partial_stats;     // (slots, kRows): maximum (log2), sum
-  uint8_t* scores;           // (num_kv_heads, group of 16 tokens, which query and head, 16)
-  const float* references;   // the layer's (num_rows, num_heads, 2), log2
-  const int2* score_groups;  // (batch,): first group in `scores`, number of groups stored
-  int64_t q_stride;
-  int64_t req_to_token_stride;
-  int64_t score_head_stride;
-  int max_count;
-  int num_kv_heads;
-  int group;  // query heads of a KV head
-  int num_queries;
-  float scale;  // times log2(e)
-};
 
 // Where a row's scores go in a group of `scores`, and the exponent that they get.
 struct ScoreRow {
-  float shift;  // kByteOctaves - reference
+  float shift;  // -reference - the request's lowest exponent
   int offset;   // -1: nowhere
 };
 
@@ -94,6 +42,18 @@ struct Entries {
   }
   __device__ __forceinline__ int slot(int position) const { return slots[position]; }
 };
+
+// Four neighbouring tokens' scores as 4 bits each, the lowest first: round(log2(weight * factor)),
+// from 0 to 15. Rounding goes by the weight itself, up from 1.5 times a power of two. decode in
+// selection.cu is the inverse.
+__device__ __forceinline__ uint16_t encode(float factor, float a, float b, float c, float d) {
+  // The exponent, and what of the mantissa clamping to a byte leaves.
+  const auto byte = [factor](float weight) {
+    return (__float_as_int(weight * factor) - (127 << 23) + (1 << 22)) >> 19;
+  };
+  const uint32_t bytes = pack_bytes(byte(b), byte(d), byte(a), byte(c));
+  return static_cast<uint16_t>((bytes & 0xF0F0) | ((bytes >> 20) & 0x0F0F));
+}
 
 // Starts this warp's share of copying a group's K and V into a stage.
 __device__ __forceinline__ void start_copies(const char* k, const char* v, int64_t slot_stride,
@@ -160,18 +120,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   int remaining = p.plan.ctas[blockIdx.x + 1].tile - at.tile;
 
   while (remaining > 0) {
-    const List list = p.plan.lists[at.request];
-    const int list_tiles = div_up(list.length, kTileTokens);
+    const List list = at.list;
+    const int list_tiles = tiles_of<kTileTokens>(list);
     const int tiles = min(remaining, list_tiles - at.place);
-    if (tiles <= 0) {  // an empty request
-      ++at.request;
-      at.head = at.place = 0;
-      continue;
-    }
-    const int64_t row = p.rows[at.request];
+    const int64_t row = list.row;
     const Entries<kSparse> entries{p.req_to_token + row * p.req_to_token_stride,
-                                   p.positions + row * p.max_count, list.length - 1, list.count,
-                                   list.base};
+                                   p.positions + row * p.max_count, max(list.length - 1, 0),
+                                   list.count, list.base};
     const int head_bytes = at.head * kRowBytes + (lane % kChunks) * 16;
     const char* const k = reinterpret_cast<const char*>(p.k) + head_bytes;
     const char* const v = reinterpret_cast<const char*>(p.v) + head_bytes;
@@ -220,13 +175,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     uint8_t* score_at = nullptr;
     int score_step_bytes = 0;
     if (kScores) {
-      const int2 groups = p.score_groups[at.request];
+      const int4 groups = p.score_groups[at.request];
       const int kinds = p.num_queries > 1 ? 2 * p.group : p.group;
       const int first_group = first_token / kGroupTokens;
       score_steps = div_up(max(groups.y - first_group, 0), kStreams);
-      score_step_bytes = kStreams * kinds * kGroupTokens;
+      score_step_bytes = kStreams * kinds * (kGroupTokens / 2);
       score_at = p.scores + at.head * p.score_head_stride +
-                 static_cast<int64_t>(groups.x + first_group) * kinds * kGroupTokens + quad * 4;
+                 static_cast<int64_t>(groups.x + first_group) * kinds * (kGroupTokens / 2) +
+                 quad * 2;
       // In shared memory: a reference that the loop got from global memory would make its first use
       // wait for the loop's own loads from there.
       for (int r = threadIdx.x; r < kRows; r += kThreads) {
@@ -242,8 +198,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         ScoreRow score_row{0.f, -1};
         if (kind >= 0) {
           const int64_t at_head = (row * p.num_kv_heads + at.head) * p.group + head;
-          score_row.shift = kByteOctaves - p.references[at_head * 2 + which];
-          score_row.offset = kind * kGroupTokens;
+          score_row.shift = -p.references[at_head * 2 + which] - groups.z;
+          score_row.offset = kind * (kGroupTokens / 2);
         }
         score_rows[r] = score_row;
       }
@@ -367,13 +323,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             if (store_scores && (scored_blocks >> (2 * m + half) & 1)) {
               const ScoreRow score =
                   score_rows[row_warp * kWarpRows + m * 16 + half * 8 + lane / 4];
-              const float factor = exp2_fast(top + score.shift);
-              const auto byte = [factor](float weight) {
-                return (__float_as_int(weight * factor) - kByteBias + (1 << 19)) >> 20;
-              };
-              const uint32_t word = pack_bytes(byte(a), byte(b), byte(c), byte(d));
+              const uint16_t code = encode(exp2_fast(top + score.shift), a, b, c, d);
               if (score.offset >= 0) {
-                *reinterpret_cast<uint32_t*>(score_at + score.offset) = word;
+                *reinterpret_cast<uint16_t*>(score_at + score.offset) = code;
               }
             }
           }
@@ -483,13 +435,30 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
       p.partial_stats[slot_row + r] = make_float2(top, total);
     }
-    __syncthreads();  // before the ring is filled again
+    if (kMergesInPlace) __threadfence();
+    __syncthreads();  // the ring may be filled again
+    if (kMergesInPlace) {
+      const Pieces pieces = pieces_of(p.plan, at.tile - at.place, list_tiles, gridDim.x);
+      bool last = false;
+      if (threadIdx.x == 0) {
+        last = atomicAdd(p.pieces_done + pair, 1) == pieces.end - pieces.first - 1;
+        if (last) p.pieces_done[pair] = 0;
+      }
+      if (__syncthreads_or(last)) {
+        __threadfence();
+        for (int r = warp; r < rows_used; r += kWarps) {
+          merge_row(p, pieces, at.request, at.head, r, lane);
+        }
+      }
+    }
 
     remaining -= tiles;
+    at.tile += tiles;
     at.place = 0;
     if (++at.head == p.num_kv_heads) {
       at.head = 0;
       ++at.request;
+      if (remaining > 0) at.list = p.plan.lists[at.request];
     }
   }
 }

@@ -1,8 +1,6 @@
 // Launchers of one instance: head dim, row tiles, element type and shared memory come from the
 // compiler's command line (instances.py). Every one returns a cudaError_t.
 #include "attend.cuh"
-#include "combine.cuh"
-#include "plan.cuh"
 
 namespace {
 
@@ -61,21 +59,20 @@ int vegas_plan(int device, const PlanParams* params, void* stream) {
 
 int vegas_attend(int device, const AttendParams* params, int num_ctas, int sparse, int scores,
                  void* stream) {
-  const cudaError_t error = cudaSetDevice(device);
+  cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
   auto* kernel = scores ? attend_kernel<false, true> : attend_kernel<false, false>;
   if (sparse) kernel = sparse_kernel<kHasSparse>();
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  kernel<<<num_ctas, kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(*params);
-  return cudaGetLastError();
-}
-
-int vegas_combine(int device, const CombineParams* params, void* stream) {
-  const cudaError_t error = cudaSetDevice(device);
-  if (error != cudaSuccess) return error;
-  const dim3 grid(params->num_kv_heads * params->batch,
-                  div_up(params->num_queries * params->group, kCombineWarps));
-  combine_kernel<<<grid, kCombineWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(*params);
+  const auto on = static_cast<cudaStream_t>(stream);
+  kernel<<<num_ctas, kThreads, kSharedBytes, on>>>(*params);
+  if (!kMergesInPlace) {
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    const dim3 grid(params->num_kv_heads * params->batch,
+                    div_up(params->num_queries * params->group, kCombineWarps));
+    combine_kernel<<<grid, kCombineWarps * 32, 0, on>>>(*params, num_ctas);
+  }
   return cudaGetLastError();
 }
 

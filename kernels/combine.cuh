@@ -1,75 +1,71 @@
 // Merges a row's pieces from the workspace that attend.cuh filled: one warp a row.
 #pragma once
-#include "attend.cuh"
+#include "params.cuh"
 
 constexpr int kCombineWarps = 8;
 
-struct CombineParams {
-  Plan plan;
-  const float* partial_o;
-  const float2* partial_stats;
-  Element* out;  // (batch * num_queries, num_heads, kHeadDim)
-  float* lse;    // (batch * num_queries, num_heads), log2; -inf where a row sees nothing
-  int batch;
-  int num_kv_heads;
-  int group;
-  int num_queries;
-  int num_ctas;
+// CTAs [first, end) have pieces of a pair.
+struct Pieces {
+  int first;
+  int end;
 };
 
-// Grid: (num_kv_heads * batch, rows / kCombineWarps).
-__global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const CombineParams p) {
+// tile, tiles: the pair's first and how many it has.
+__device__ __forceinline__ Pieces pieces_of(const Plan& plan, int tile, int tiles, int num_ctas) {
+  const int total = plan.ctas[num_ctas].tile;
+  return {cta_of_tile(tile, total, num_ctas), cta_of_tile(tile + tiles - 1, total, num_ctas) + 1};
+}
+
+__device__ __forceinline__ void merge_row(const AttendParams& p, const Pieces& pieces, int request,
+                                          int kv_head, int r, int lane) {
   constexpr int kValues = kHeadDim / 32;  // of a lane: 4 or 2
   constexpr int kAtOnce = 8;
-  const int lane = threadIdx.x % 32;
-  const int r = blockIdx.y * kCombineWarps + threadIdx.x / 32;
-  if (r >= p.num_queries * p.group) return;
-  const int pair = blockIdx.x;
-  const int request = pair / p.num_kv_heads, kv_head = pair % p.num_kv_heads;
-  const int request_tile = p.plan.tile_indptr[request];
-  const int tiles = (p.plan.tile_indptr[request + 1] - request_tile) / p.num_kv_heads;
-  const int tiles_total = p.plan.tile_indptr[p.batch];
+  const int64_t pair = request * p.num_kv_heads + kv_head;
   float maximum = kNoMaximum, sum = 0.f;
   float o[kValues] = {};
-  if (tiles > 0) {
-    const int tile = request_tile + kv_head * tiles;
-    const int first = cta_of_tile(tile, tiles_total, p.num_ctas);
-    const int end = cta_of_tile(tile + tiles - 1, tiles_total, p.num_ctas) + 1;
-    for (int c = first + lane; c < end; c += 32) {
-      maximum = fmaxf(maximum, p.partial_stats[static_cast<int64_t>(c + pair) * kRows + r].x);
-    }
-    for (int step = 16; step > 0; step /= 2) {
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
-    }
-    for (int c0 = first; c0 < end; c0 += 32) {
-      float factor = 0.f;
-      if (c0 + lane < end) {
-        const float2 stat = p.partial_stats[static_cast<int64_t>(c0 + lane + pair) * kRows + r];
-        factor = exp2_fast(stat.x - maximum);
-        sum += stat.y * factor;
-      }
-      const int count = min(32, end - c0);
-      for (int j0 = 0; j0 < count; j0 += kAtOnce) {
-        float piece[kAtOnce][kValues];
+  for (int c0 = pieces.first; c0 < pieces.end; c0 += 32) {
+    const int count = min(32, pieces.end - c0);
+    const float2* const stats = p.partial_stats + (c0 + pair) * kRows + r;
+    const float* const from = p.partial_o + ((c0 + pair) * kRows + r) * kHeadDim + lane * kValues;
+    // Other multiprocessors wrote these: past the L1.
+    const float2 stat =
+        lane < count ? __ldcg(stats + lane * kRows) : make_float2(kNoMaximum, 0.f);
+    float top = 0.f, factor = 0.f;
+    for (int j0 = 0; j0 < count; j0 += kAtOnce) {
+      float piece[kAtOnce][kValues];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int64_t at = static_cast<int64_t>(c0 + min(j0 + j, count - 1) + pair) * kRows + r;
-          const float* from = p.partial_o + at * kHeadDim + lane * kValues;
-          if (kValues == 4) *reinterpret_cast<float4*>(piece[j]) = *reinterpret_cast<const float4*>(from);
-          else *reinterpret_cast<float2*>(piece[j]) = *reinterpret_cast<const float2*>(from);
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const float f = __shfl_sync(~0u, factor, min(j0 + j, 31));
-          if (j0 + j < count) {
-#pragma unroll
-            for (int e = 0; e < kValues; ++e) o[e] += f * piece[j][e];
-          }
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float* const one = from + min(j0 + j, count - 1) * (kRows * kHeadDim);
+        if (kValues == 4) {
+          *reinterpret_cast<float4*>(piece[j]) = __ldcg(reinterpret_cast<const float4*>(one));
+        } else {
+          *reinterpret_cast<float2*>(piece[j]) = __ldcg(reinterpret_cast<const float2*>(one));
         }
       }
+      if (j0 == 0) {  // after the loads, which needn't wait for it
+        top = stat.x;
+        for (int step = 16; step > 0; step /= 2) {
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        }
+        top = fmaxf(top, maximum);
+        factor = exp2_fast(stat.x - top);
+        const float before = exp2_fast(maximum - top);
+        sum = sum * before + stat.y * factor;
+#pragma unroll
+        for (int e = 0; e < kValues; ++e) o[e] *= before;
+        maximum = top;
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float f = __shfl_sync(~0u, factor, min(j0 + j, 31));
+        if (j0 + j < count) {
+#pragma unroll
+          for (int e = 0; e < kValues; ++e) o[e] += f * piece[j][e];
+        }
+      }
     }
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   }
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   const float inverse = sum > 0.f ? 1.f / sum : 0.f;
   const int query = r / p.group;
   const int head = kv_head * p.group + r - query * p.group;
@@ -82,4 +78,16 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const Combi
   if (kValues == 4) *reinterpret_cast<uint2*>(out) = make_uint2(packed[0], packed[kValues / 2 - 1]);
   else *reinterpret_cast<uint32_t*>(out) = packed[0];
   if (lane == 0) p.lse[to] = sum > 0.f ? maximum + log2f(sum) : -INFINITY;
+}
+
+// Grid: (num_kv_heads * batch, rows / kCombineWarps).
+__global__ void __launch_bounds__(kCombineWarps * 32)
+    combine_kernel(const AttendParams p, int num_ctas) {
+  const int r = blockIdx.y * kCombineWarps + threadIdx.x / 32;
+  if (r >= p.num_queries * p.group) return;
+  const int request = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
+  const int request_tile = p.plan.tile_indptr[request];
+  const int tiles = (p.plan.tile_indptr[request + 1] - request_tile) / p.num_kv_heads;
+  const Pieces pieces = pieces_of(p.plan, request_tile + kv_head * tiles, tiles, num_ctas);
+  merge_row(p, pieces, request, kv_head, r, threadIdx.x % 32);
 }

@@ -128,6 +128,7 @@ class PagedAttention:
         slot_rows = max((loaded.num_ctas + pairs) * loaded.slot_rows for loaded in self._loaded)
         self._partial_o = bytes_buffer(slot_rows * head_dim * 4)
         self._partial_stats = bytes_buffer(slot_rows * 8)
+        self._pieces_done = bytes_buffer(pairs * 4)
         num_ctas = max(loaded.num_ctas for loaded in self._loaded)
         self._ctas = bytes_buffer((num_ctas + 1) * structs.CTA_START_BYTES)
         self._lists = bytes_buffer(max_batch * structs.LIST_BYTES)
@@ -136,8 +137,8 @@ class PagedAttention:
             max_batch * num_queries * num_heads, dtype=torch.float32, device=device
         )
         buffers = (
-            *(self._partial_o, self._partial_stats, self._ctas, self._lists),
-            *(self._tile_indptr, self.lse),
+            *(self._partial_o, self._partial_stats, self._pieces_done, self._ctas),
+            *(self._lists, self._tile_indptr, self.lse),
         )
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self._plan_struct = structs.Plan(
@@ -145,13 +146,13 @@ class PagedAttention:
         )
         self._current: _CurrentPlan | None = None
 
-    def plan_dense(self, seq_lens: torch.Tensor, num_queries: int) -> None:
+    def plan_dense(self, seq_lens: torch.Tensor, rows: torch.Tensor, num_queries: int) -> None:
         """Plans the `dense` calls that follow: num_queries queries a request, query i over
         positions [0, seq_lens[r] + i + 1). seq_lens: (batch,) int64; padding may be anything from
-        -1 on."""
+        -1 on. rows: (batch,) int64, each request's row of `req_to_token`."""
         if not 1 <= num_queries <= self.num_queries:
             raise ValueError(f"{num_queries} queries, made for up to {self.num_queries}")
-        self._plan(seq_lens, None, None, num_queries, num_queries)
+        self._plan(seq_lens, rows, None, num_queries, num_queries)
 
     def plan_sparse(
         self, seq_lens: torch.Tensor, rows: torch.Tensor, tables: Tables, step: int
@@ -163,7 +164,7 @@ class PagedAttention:
     def _plan(
         self,
         seq_lens: torch.Tensor,
-        rows: torch.Tensor | None,
+        rows: torch.Tensor,
         tables: Tables | None,
         extra: int,
         num_queries: int,
@@ -171,19 +172,20 @@ class PagedAttention:
         batch = seq_lens.shape[0]
         if not 1 <= batch <= self.max_batch:
             raise ValueError(f"batch of {batch}, made for up to {self.max_batch}")
+        _check_shape(rows, (batch,), "rows")
         loaded = next(
             loaded for loaded in self._loaded if loaded.instance.rows >= num_queries * self.group
         )
         params = structs.PlanParams(
             plan=self._plan_struct,
             seq_lens=pointer(seq_lens, torch.int64, 1, "seq_lens"),
+            rows=pointer(rows, torch.int64, 1, "rows"),
             batch=batch,
             num_kv_heads=self.num_kv_heads,
             num_ctas=loaded.num_ctas,
             extra=extra,
         )
-        if tables is not None and rows is not None:
-            params.rows = pointer(rows, torch.int64, 1, "rows")
+        if tables is not None:
             params.counts = pointer(tables.counts, torch.int32, 1, "tables.counts")
             params.bases = pointer(tables.bases, torch.int32, 1, "tables.bases")
             params.max_count = tables.positions.shape[2]
@@ -199,7 +201,6 @@ class PagedAttention:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         req_to_token: torch.Tensor,
-        rows: torch.Tensor,
         scale: float,
         out: torch.Tensor,
         scores: ScoreCollector | None = None,
@@ -209,9 +210,9 @@ class PagedAttention:
 
         q: (batch * num_queries, num_heads, head_dim), rows may be strided; out: the same, dense.
         k_cache, v_cache: (num_slots, num_kv_heads, head_dim). req_to_token: (num_rows, width)
-        int32, slot of every position; rows: (batch,) int64, each request's row in it.
+        int32, slot of every position.
         """
-        self._run(q, k_cache, v_cache, req_to_token, rows, None, layer, scale, out, scores)
+        self._run(q, k_cache, v_cache, req_to_token, None, layer, scale, out, scores)
 
     def sparse(
         self,
@@ -219,7 +220,6 @@ class PagedAttention:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         req_to_token: torch.Tensor,
-        rows: torch.Tensor,
         tables: Tables,
         layer: int,
         scale: float,
@@ -228,7 +228,7 @@ class PagedAttention:
         """Attends as the last `plan_sparse` says, with the layer's tables. q, out: (batch,
         num_heads, head_dim); the others as for `dense`. No table makes it read outside of its
         request's positions."""
-        self._run(q, k_cache, v_cache, req_to_token, rows, tables, layer, scale, out, None)
+        self._run(q, k_cache, v_cache, req_to_token, tables, layer, scale, out, None)
 
     def _run(
         self,
@@ -236,7 +236,6 @@ class PagedAttention:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         req_to_token: torch.Tensor,
-        rows: torch.Tensor,
         tables: Tables | None,
         layer: int,
         scale: float,
@@ -253,23 +252,24 @@ class PagedAttention:
         _check_shape(out, shape, "out")
         _check_shape(k_cache, (k_cache.shape[0], self.num_kv_heads, self.head_dim), "k_cache")
         _check_shape(v_cache, k_cache.shape, "v_cache")
-        _check_shape(rows, (current.batch,), "rows")
         if not (k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous()):
             raise ValueError("k_cache, v_cache and out must be contiguous")
         if q.stride(1) != self.head_dim or q.stride(0) % 8 != 0 or q.data_ptr() % 16 != 0:
             raise ValueError("q's heads must be dense and its rows aligned to 16 bytes")
-        loaded, stream = current.loaded, _stream(self.device)
         attend = structs.AttendParams(
             plan=self._plan_struct,
             q=pointer(q, self.dtype, 3, "q"),
             k=pointer(k_cache, self.dtype, 3, "k_cache"),
             v=pointer(v_cache, self.dtype, 3, "v_cache"),
+            out=pointer(out, self.dtype, 3, "out"),
+            lse=self.lse.data_ptr(),
             req_to_token=pointer(req_to_token, torch.int32, 2, "req_to_token"),
-            rows=pointer(rows, torch.int64, 1, "rows"),
             partial_o=self._partial_o.data_ptr(),
             partial_stats=self._partial_stats.data_ptr(),
+            pieces_done=self._pieces_done.data_ptr(),
             q_stride=q.stride(0),
             req_to_token_stride=req_to_token.stride(0),
+            batch=current.batch,
             num_kv_heads=self.num_kv_heads,
             group=self.group,
             num_queries=current.num_queries,
@@ -284,29 +284,16 @@ class PagedAttention:
             attend.score_head_stride = scores.head_stride(current.num_queries)
             attend.references = scores.score_ref[layer].data_ptr()
             attend.score_groups = scores.score_groups.data_ptr()
+        loaded = current.loaded
         error = loaded.library.vegas_attend(
             self.device.index,
             ctypes.byref(attend),
             loaded.num_ctas,
             int(tables is not None),
             int(scores is not None),
-            stream,
+            _stream(self.device),
         )
         check(loaded.library, error, "attend")
-        combine = structs.CombineParams(
-            plan=self._plan_struct,
-            partial_o=self._partial_o.data_ptr(),
-            partial_stats=self._partial_stats.data_ptr(),
-            out=pointer(out, self.dtype, 3, "out"),
-            lse=self.lse.data_ptr(),
-            batch=current.batch,
-            num_kv_heads=self.num_kv_heads,
-            group=self.group,
-            num_queries=current.num_queries,
-            num_ctas=loaded.num_ctas,
-        )
-        error = loaded.library.vegas_combine(self.device.index, ctypes.byref(combine), stream)
-        check(loaded.library, error, "combine")
 
     @property
     def planned_queries(self) -> int:
@@ -329,10 +316,11 @@ class ScoreCollector:
     softmax probability; the k heaviest positions of [0, rank_len) become the row's table, in any
     order.
 
-    Scores leave the attention as bytes, 5 bits of exponent and 3 of mantissa of
-    2^(score - reference), from 2^-28 to 2^3.9; the reference is the head's and query's log-sum-exp
-    in the previous pass over the row. The exact log-sum-exp is applied when the weights are summed,
-    so that an old reference costs range only.
+    Scores leave the attention as 4 bits, the power of two next to 2^(score - reference); the
+    reference is the head's and query's log-sum-exp in the previous pass over the row. The range of
+    15 octaves ends where a single weight makes its position one of the k heaviest anyway, and 3
+    octaves above that, since references are old. The exact log-sum-exp is applied when the weights
+    are summed, so that an old reference costs range only.
     """
 
     # Bytes of all buffers.
@@ -360,7 +348,7 @@ class ScoreCollector:
         device = _with_index(device)
         if not 1 <= max_batch <= MAX_BATCH:
             raise ValueError(f"max_batch is {max_batch}, 1 to {MAX_BATCH} are supported")
-        if capacity_tokens * num_heads * 2 // 16 >= 1 << 32:
+        if capacity_tokens * num_heads * 2 // structs.GROUP_TOKENS >= 1 << 32:
             raise ValueError(f"capacity_tokens is {capacity_tokens}: too many for 32-bit offsets")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -384,11 +372,11 @@ class ScoreCollector:
 
         # Each request's tokens begin a new group.
         self._groups = -(-capacity_tokens // structs.GROUP_TOKENS) + max_batch
-        self.scores = buffer(self._groups * structs.GROUP_TOKENS * num_heads * 2, dtype=torch.uint8)
+        self.scores = buffer(self._groups * structs.GROUP_TOKENS * num_heads, dtype=torch.uint8)
         # The last keys of a token pass, 12 bits of its weight's logarithm.
         self.keys = buffer(self._groups * structs.GROUP_TOKENS, dtype=torch.int16)
         self.score_ref = buffer(num_layers, num_rows, num_heads, 2, dtype=torch.float32)
-        self.score_groups = buffer(max_batch, 2, dtype=torch.int32)
+        self.score_groups = buffer(max_batch, structs.SCORE_GROUPS_BYTES // 4, dtype=torch.int32)
         # (max_batch, 4): tokens ranked (0: none are), k, first group and unit in the buffers.
         self.collections = buffer(max_batch, structs.COLLECTION_BYTES // 4, dtype=torch.int32)
         self._shares = buffer(self._num_blocks * structs.SHARE_BYTES, dtype=torch.uint8)
@@ -432,6 +420,7 @@ class ScoreCollector:
             min_tokens=self.min_tokens,
             max_tokens=self.max_tokens,
             capacity=self.capacity_tokens,
+            num_heads=self.num_heads,
             batch=batch,
             num_blocks=self._num_blocks,
         )
@@ -469,17 +458,18 @@ class ScoreCollector:
     ) -> None:
         """Selects from the prompt's last query alone, for which no reference exists: attends twice.
 
-        The caller has called `attention.plan_dense(seq_lens - 1, 1)` and `begin(seq_lens, ...)` for
-        the pass. q: (batch, num_heads, head_dim), the last token's; out gets its attention.
+        The caller has called `attention.plan_dense(seq_lens - 1, rows, 1)` and
+        `begin(seq_lens, rows, tables)` for the pass. q: (batch, num_heads, head_dim), the last
+        token's; out gets its attention.
         """
         _check_shape(seq_lens, (q.shape[0],), "seq_lens")
-        attention.dense(q, k_cache, v_cache, req_to_token, rows, scale, out)
+        attention.dense(q, k_cache, v_cache, req_to_token, scale, out)
         params = self._select_params(attention, layer, rows)
         error = self._library.vegas_set_references(
             self.device.index, ctypes.byref(params), _stream(self.device)
         )
         check(self._library, error, "set_references")
-        attention.dense(q, k_cache, v_cache, req_to_token, rows, scale, out, self, layer)
+        attention.dense(q, k_cache, v_cache, req_to_token, scale, out, self, layer)
         self.select(attention, layer, rows, tables)
 
     def check_attention(self, attention: PagedAttention) -> None:
@@ -492,7 +482,7 @@ class ScoreCollector:
     def head_stride(self, num_queries: int) -> int:
         """Bytes between two KV heads in `scores`."""
         kinds = self.group * (2 if num_queries > 1 else 1)
-        return self._groups * structs.GROUP_TOKENS * kinds
+        return self._groups * structs.GROUP_TOKENS // 2 * kinds
 
     def _select_params(
         self, attention: PagedAttention, layer: int, rows: torch.Tensor

@@ -1,29 +1,30 @@
 // Stream-K plan: which work tiles each CTA has. Made on the device from lengths that only the device
 // knows, once a pass, for all layers.
 //
-// A tile is kTileTokens entries of one (request, KV head) pair. Tiles are numbered by request, then
-// head, then place in the list. CTA c of N has tiles [c*T/N, (c+1)*T/N), T being the number of tiles
+// A tile is kTileTokens entries of one (request, KV head) pair, of which an empty request's pairs
+// have one without entries. Tiles are numbered by request, then head, then place in the list. CTA c of N has tiles [c*T/N, (c+1)*T/N), T being the number of tiles
 // and N that of the CTAs, or T where that is less: no CTA between two that work is idle.
 #pragma once
 #include <cstdint>
 
 constexpr int kMaxBatch = 2048;
 
-// Where a CTA starts.
-struct CtaStart {
+// One request's list of KV entries. The first `count` are table positions, all below `base`; the
+// others are positions base, base + 1, ... Dense lists have count = base = 0.
+struct __align__(16) List {
+  int length;
+  int count;
+  int base;
+  int row;  // the request's, of req_to_token and the tables
+};
+
+// Where a CTA starts. Holds the list too: a CTA's first KV waits for one load less.
+struct __align__(16) CtaStart {
   int tile;     // number of its first tile; the next entry's is one past its last
   int request;  // of that tile, as are:
   int head;
   int place;  // tile within the pair's list
-};
-
-// One request's list of KV entries. The first `count` are table positions, all below `base`; the
-// others are positions base, base + 1, ... Dense lists have count = base = 0.
-struct List {
-  int length;
-  int count;
-  int base;
-  int unused;  // so that a list is read at once
+  List list;
 };
 
 struct Plan {
@@ -39,11 +40,16 @@ __device__ __forceinline__ int cta_of_tile(int tile, int tiles_total, int num_ct
 
 __host__ __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
+template <int kTileTokens>
+__device__ __forceinline__ int tiles_of(const List& list) {
+  return max(div_up(list.length, kTileTokens), 1);
+}
+
 struct PlanParams {
   Plan plan;
   const int64_t* seq_lens;
-  const int64_t* rows;  // null for dense, as are:
-  const int* counts;
+  const int64_t* rows;
+  const int* counts;  // null for dense, as is:
   const int* bases;
   int batch;
   int num_kv_heads;
@@ -55,10 +61,9 @@ struct PlanParams {
 constexpr int kPlanThreads = 1024;
 
 __device__ __forceinline__ List make_list(const PlanParams& p, int r) {
-  List list{0, 0, 0, 0};
-  const int64_t seq_len = p.seq_lens[r];
+  const int64_t row = p.rows[r], seq_len = p.seq_lens[r];
+  List list{0, 0, 0, static_cast<int>(row)};
   if (p.counts != nullptr) {
-    const int64_t row = p.rows[r];
     const int64_t base = min(static_cast<int64_t>(p.bases[row]), seq_len);
     if (base > 0) {
       list.base = static_cast<int>(base);
@@ -83,7 +88,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     if (r < p.batch) {
       const List list = make_list(p, r);
       p.plan.lists[r] = list;
-      tiles = div_up(list.length, kTileTokens) * p.num_kv_heads;
+      tiles = tiles_of<kTileTokens>(list) * p.num_kv_heads;
     }
     int sum = tiles;  // inclusive, first of the warp and then of the block
     for (int step = 1; step < 32; step *= 2) {
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
   for (int r = thread; r <= p.batch; r += kPlanThreads) p.plan.tile_indptr[r] = indptr[r];
   const int working = min(p.num_ctas, carry);
   for (int c = thread; c <= p.num_ctas; c += kPlanThreads) {
-    CtaStart start{carry, 0, 0, 0};
+    CtaStart start{carry, 0, 0, 0, {0, 0, 0, 0}};
     if (c < working) {
       start.tile = static_cast<int>(static_cast<int64_t>(c) * carry / working);
       int low = 0, high = p.batch;  // the request is in [low, high)
@@ -120,6 +125,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
       start.request = low;
       start.head = offset / tiles;
       start.place = offset % tiles;
+      start.list = p.plan.lists[low];
     }
     p.plan.ctas[c] = start;
   }

@@ -1,6 +1,6 @@
-// From the attention's score bytes to every layer's table of selected positions.
+// From the attention's 4-bit scores to every layer's table of selected positions.
 //
-//   begin    once a pass: who collects, how many entries each table gets, where the bytes go
+//   begin    once a pass: who collects, how many entries each table gets, where the scores go
 //   reduce   a layer: weight of every token, summed over heads and queries, as a 12-bit key of its
 //            logarithm, and the histogram of the keys; a request's last block finds the threshold
 //   compact  a layer: positions of the keys above the threshold, and as many of those at it as are
@@ -39,14 +39,22 @@ struct LayerState {
   int blocks_done;
 };
 
+// What the attention needs to know of a request.
+struct __align__(16) ScoreGroups {
+  int first;  // group, in the buffer
+  int count;
+  int lowest_exponent;  // 2^(this + n) is stored as n, from 0 (nothing) to 15 (that or more)
+  int unused;
+};
+
 struct Selection {
-  Collection* collections;  // max_batch
-  int2* score_groups;       // max_batch: see attend.cuh
+  Collection* collections;    // max_batch
+  ScoreGroups* score_groups;  // max_batch
   Share* shares;            // a block's
   LayerState* states;       // max_batch
   unsigned* histograms;     // (max_batch, 4096), zeros between layers
   uint16_t* keys;           // a token's, (groups * 16,)
-  const uint8_t* scores;    // (num_kv_heads, groups, which query and head, 16)
+  const uint8_t* scores;    // (num_kv_heads, groups, which query and head, 8)
 };
 
 struct BeginParams {
@@ -59,6 +67,7 @@ struct BeginParams {
   int64_t min_tokens;
   int64_t max_tokens;
   int64_t capacity;
+  int num_heads;
   int batch;
   int num_blocks;
 };
@@ -84,7 +93,9 @@ constexpr int kGroupTokens = 16;
 constexpr int kUnitTokens = 64;  // tokens that a warp reduces at once
 constexpr int kBins = 4096;
 constexpr float kBinsPerOctave = 128.f;
-constexpr float kLowestOctave = -24.f;
+constexpr float kLowestOctave = -16.f;
+// How far a reference may be below the log-sum-exp before scores that matter are clamped.
+constexpr int kSpareOctaves = 3;
 constexpr int kReduceThreads = 512;
 constexpr int kCompactThreads = 256;
 
@@ -126,7 +137,11 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
     const bool collected = groups[r] >= 0;
     const int group = max(groups[r], 0), length = collected ? lengths[r] : 0;
     p.selection.collections[r] = {length, wanted[r], group, units[r]};
-    p.selection.score_groups[r] = make_int2(group, div_up(length, kGroupTokens));
+    // Not more than `wanted` tokens can weigh 2 * num_heads / wanted, since all weights sum up to
+    // 2 * num_heads. So such a token is chosen, and how heavy it is needn't be known.
+    const int heavy = static_cast<int>(ceilf(log2f(2.f * p.num_heads / max(wanted[r], 1))));
+    p.selection.score_groups[r] = {group, div_up(length, kGroupTokens),
+                                   heavy + kSpareOctaves - 15, 0};
     const int64_t row = p.rows[r];
     if (collected) {
       p.counts[row] = wanted[r];
@@ -181,14 +196,15 @@ __device__ int blocks_of(const Share& share, const Collection& collection) {
   return static_cast<int>(block_of(last) - block_of(collection.first_unit)) + 1;
 }
 
-// A row of score bytes in a group of tokens: 16 bytes. Shifted to the top of a half, a byte is
-// 2^(score - reference + kHalfOctaves); the tiniest are denormal.
+// A row of scores in a group of tokens: 8 bytes.
 struct ScoreRow {
-  __half2 factor;   // gives 2^kHalfOctaves times the softmax weight
-  uint32_t offset;  // 16-byte units
+  __half2 factor;
+  uint32_t offset;  // 8-byte units
 };
 
-constexpr float kHalfOctaves = 28 - 15;
+// Weights of 2^15 and more, relative to the lowest exponent, are 1 times a factor of about this. The
+// others are normal halves, and there is room for the sum of many.
+constexpr float kFactorOctaves = 4.f;
 
 __device__ ScoreRow score_row(const SelectParams& p, int request, int64_t row, int index,
                               int kinds) {
@@ -200,26 +216,27 @@ __device__ ScoreRow score_row(const SelectParams& p, int request, int64_t row, i
   const int query = which ? p.num_queries - 1 : 0;
   const float lse =
       p.lse[(static_cast<int64_t>(request) * p.num_queries + query) * num_heads + head];
-  const float exponent = fminf(fmaxf(reference - lse, -24.f), 15.f);
+  const float exponent = fminf(fmaxf(reference - lse + kFactorOctaves, -24.f), 15.f);
   // Not finite: a query that saw nothing.
   const float factor = isfinite(reference - lse) ? exp2f(exponent) : 0.f;
   return {__float2half2_rn(factor),
-          static_cast<uint32_t>(kv_head * (p.score_head_stride / 16) + kind)};
+          static_cast<uint32_t>(kv_head * (p.score_head_stride / 8) + kind)};
 }
 
-// Two neighbouring bytes as halves.
-template <int kPair>
+// Tokens kToken and kToken + 4 of the 8 in a word as halves: 0, or 2^(n - 15) for n from 1 to 15.
+template <int kToken>
 __device__ __forceinline__ __half2 decode(uint32_t word) {
-  const uint32_t halves = __byte_perm(word, 0, kPair == 0 ? 0x4140 : 0x4342) << 7;
+  constexpr int kShift = 10 - 4 * kToken;
+  const uint32_t halves = (kShift >= 0 ? word << max(kShift, 0) : word >> max(-kShift, 0)) & 0x3C003C00;
   return *reinterpret_cast<const __half2*>(&halves);
 }
 
-// weight: times 2^kHalfOctaves. Infinite, or no number where bytes were clamped: very heavy.
+// Infinite, or no number where scores were clamped: very heavy.
 __device__ __forceinline__ int key_of(__half weight) {
   const float w = __half2float(weight);
   if (!(w <= 65504.f)) return kBins - 1;
   const int key =
-      static_cast<int>((__log2f(w) - kHalfOctaves - kLowestOctave) * kBinsPerOctave);
+      static_cast<int>((__log2f(w) - kLowestOctave) * kBinsPerOctave);
   return min(max(key, 0), kBins - 1);
 }
 
@@ -292,19 +309,22 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
       const int group = unit * (kUnitTokens / kGroupTokens) + lane_group;
       const bool valid = group * kGroupTokens < collection.length;
       const int64_t buffer_group = collection.first_group + group;
-      const uint4* const from =
-          reinterpret_cast<const uint4*>(s.scores) + buffer_group * kinds;
+      const uint2* const from =
+          reinterpret_cast<const uint2*>(s.scores) + buffer_group * kinds;
       __half2 weights[8] = {};
       if (valid) {
 #pragma unroll 8
         for (int i = lane_row; i < num_rows; i += 8) {
           const ScoreRow score = score_rows[i];
-          const uint4 bytes = __ldcs(from + score.offset);
-          const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+          const uint2 loaded = __ldcs(from + score.offset);
+          const uint32_t words[2] = {loaded.x, loaded.y};
 #pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            weights[2 * w] = __hfma2(score.factor, decode<0>(words[w]), weights[2 * w]);
-            weights[2 * w + 1] = __hfma2(score.factor, decode<1>(words[w]), weights[2 * w + 1]);
+          for (int w = 0; w < 2; ++w) {
+            __half2* const four = weights + 4 * w;
+            four[0] = __hfma2(score.factor, decode<0>(words[w]), four[0]);
+            four[1] = __hfma2(score.factor, decode<1>(words[w]), four[1]);
+            four[2] = __hfma2(score.factor, decode<2>(words[w]), four[2]);
+            four[3] = __hfma2(score.factor, decode<3>(words[w]), four[3]);
           }
         }
       }
@@ -313,13 +333,13 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
       exchange<2>(weights, lane & 2, 2);
       exchange<1>(weights, lane & 1, 1);
       if (valid) {
-        const int token = lane_row * 2;
+        const int token = group * kGroupTokens + lane_row / 4 * 8 + lane_row % 4;
         const int low = key_of(__low2half(weights[0])), high = key_of(__high2half(weights[0]));
-        *reinterpret_cast<ushort2*>(s.keys + buffer_group * kGroupTokens + token) =
-            make_ushort2(low, high);
-        const int position = group * kGroupTokens + token;
-        if (position < collection.length) atomicAdd(histogram + low, 1u);
-        if (position + 1 < collection.length) atomicAdd(histogram + high, 1u);
+        uint16_t* const keys = s.keys + collection.first_group * int64_t{kGroupTokens} + token;
+        keys[0] = low;
+        keys[4] = high;
+        if (token < collection.length) atomicAdd(histogram + low, 1u);
+        if (token + 4 < collection.length) atomicAdd(histogram + high, 1u);
       }
     }
     __syncthreads();

@@ -1,5 +1,4 @@
-"""The kernels' parameter structs, field by field as in plan.cuh, attend.cuh, combine.cuh and
-selection.cu."""
+"""The kernels' parameter structs, field by field as in plan.cuh, params.cuh and selection.cu."""
 
 from __future__ import annotations
 
@@ -9,9 +8,10 @@ from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 import torch
 
 # Bytes of what the structs point to.
-CTA_START_BYTES = 16
+CTA_START_BYTES = 32
 LIST_BYTES = 16
 COLLECTION_BYTES = 16
+SCORE_GROUPS_BYTES = 16
 SHARE_BYTES = 20
 LAYER_STATE_BYTES = 20
 HISTOGRAM_BINS = 4096
@@ -43,11 +43,13 @@ class AttendParams(ctypes.Structure):
         ("q", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
         ("req_to_token", c_void_p),
-        ("rows", c_void_p),
         ("positions", c_void_p),
         ("partial_o", c_void_p),
         ("partial_stats", c_void_p),
+        ("pieces_done", c_void_p),
         ("scores", c_void_p),
         ("references", c_void_p),
         ("score_groups", c_void_p),
@@ -55,25 +57,11 @@ class AttendParams(ctypes.Structure):
         ("req_to_token_stride", c_int64),
         ("score_head_stride", c_int64),
         ("max_count", c_int),
-        ("num_kv_heads", c_int),
-        ("group", c_int),
-        ("num_queries", c_int),
-        ("scale", c_float),
-    ]
-
-
-class CombineParams(ctypes.Structure):
-    _fields_ = [
-        ("plan", Plan),
-        ("partial_o", c_void_p),
-        ("partial_stats", c_void_p),
-        ("out", c_void_p),
-        ("lse", c_void_p),
         ("batch", c_int),
         ("num_kv_heads", c_int),
         ("group", c_int),
         ("num_queries", c_int),
-        ("num_ctas", c_int),
+        ("scale", c_float),
     ]
 
 
@@ -100,6 +88,7 @@ class BeginParams(ctypes.Structure):
         ("min_tokens", c_int64),
         ("max_tokens", c_int64),
         ("capacity", c_int64),
+        ("num_heads", c_int),
         ("batch", c_int),
         ("num_blocks", c_int),
     ]

@@ -100,7 +100,6 @@ class CudaKernels:
     def begin_draft(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
     ) -> None:
-        self._rows = rows
         self._draft_tables = self._no_tables if dense else self._tables
         self._decode.plan_sparse(seq_lens, rows, self._draft_tables, step)
 
@@ -118,7 +117,6 @@ class CudaKernels:
             k_cache,
             v_cache,
             self._req_to_token,
-            self._rows,
             self._draft_tables,
             layer,
             scale,
@@ -128,7 +126,7 @@ class CudaKernels:
 
     def begin_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._rows = rows
-        self._verify.plan_dense(seq_lens, self._num_draft_tokens)
+        self._verify.plan_dense(seq_lens, rows, self._num_draft_tokens)
         if self._scores is not None:
             self._scores.begin(seq_lens, rows, self._tables)
         elif self._torch is not None:
@@ -148,7 +146,6 @@ class CudaKernels:
             k_cache,
             v_cache,
             self._req_to_token,
-            self._rows,
             scale,
             out,
             scores=self._scores,
@@ -165,7 +162,7 @@ class CudaKernels:
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._rows, self._seq_lens = rows, seq_lens
         if self._scores is not None:
-            self._verify.plan_dense(seq_lens - 1, 1)
+            self._verify.plan_dense(seq_lens - 1, rows, 1)
             self._scores.begin(seq_lens, rows, self._tables)
         elif self._torch is not None:
             self._torch.begin_prefill(rows, seq_lens)

@@ -49,10 +49,8 @@ def attention_for(case: Case, **changes: int) -> PagedAttention:
 
 
 def run_dense(attention: PagedAttention, case: Case) -> None:
-    attention.plan_dense(case.seq_lens, case.num_queries)
-    attention.dense(
-        *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, case.scale, case.out)
-    )
+    attention.plan_dense(case.seq_lens, case.rows, case.num_queries)
+    attention.dense(*(case.q, case.k_cache, case.v_cache, case.req_to_token, case.scale, case.out))
 
 
 def check_dense(attention: PagedAttention, case: Case) -> None:
@@ -179,7 +177,7 @@ def test_sparse(lengths, head_dim, num_kv_heads, group, dtype, wild):
         for layer in range(2):
             case.out.fill_(POISON)
             attention.sparse(
-                *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, tables),
+                *(case.q, case.k_cache, case.v_cache, case.req_to_token, tables),
                 *(layer, case.scale, case.out),
             )
             check_sparse(case, tables, layer, step)
@@ -197,7 +195,7 @@ def test_graph_follows_lengths():
         run_dense(verify, case)
         drafts.plan_sparse(draft.seq_lens, draft.rows, tables, 2)
         drafts.sparse(
-            *(draft.q, draft.k_cache, draft.v_cache, draft.req_to_token, draft.rows, tables),
+            *(draft.q, draft.k_cache, draft.v_cache, draft.req_to_token, tables),
             *(0, draft.scale, draft.out),
         )
 
@@ -219,19 +217,15 @@ def test_refuses_mistakes():
     case = make_case([100], 2, 8, 2, 128, BF16)
     attention = attention_for(case)
     with pytest.raises(ValueError, match="plan"):
-        attention.dense(
-            *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, 1.0, case.out)
-        )
+        attention.dense(*(case.q, case.k_cache, case.v_cache, case.req_to_token, 1.0, case.out))
     with pytest.raises(ValueError, match="3 queries"):
-        attention.plan_dense(case.seq_lens, 3)
+        attention.plan_dense(case.seq_lens, case.rows, 3)
     with pytest.raises(ValueError, match="batch of 2"):
-        attention.plan_dense(torch.zeros(2, dtype=torch.int64, device=DEVICE), 1)
+        attention.plan_dense(*torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), 1)
     with pytest.raises(ValueError, match="seq_lens"):
-        attention.plan_dense(case.seq_lens.int(), 1)
-    attention.plan_dense(case.seq_lens, 1)
+        attention.plan_dense(case.seq_lens.int(), case.rows, 1)
+    attention.plan_dense(case.seq_lens, case.rows, 1)
     with pytest.raises(ValueError, match="q: expected shape"):
-        attention.dense(
-            *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows, 1.0, case.out)
-        )
+        attention.dense(*(case.q, case.k_cache, case.v_cache, case.req_to_token, 1.0, case.out))
     with pytest.raises(ValueError, match="head dim 96"):
         PagedAttention(8, 2, 96, 1, 1, BF16, DEVICE)

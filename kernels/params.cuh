@@ -1,0 +1,62 @@
+// Sizes of an instance of the attention kernel, from the compiler's command line (instances.py), and
+// what a call gets.
+#pragma once
+#include "plan.cuh"
+#include "ptx.cuh"
+
+constexpr int kHeadDim = VEGAS_HEAD_DIM;
+constexpr int kRowTiles = VEGAS_ROW_TILES;  // of 16 rows, a warp
+constexpr int kRowWarps = VEGAS_ROW_WARPS;
+constexpr int kStages = VEGAS_STAGES;
+constexpr int kWarps = VEGAS_WARPS;
+constexpr int kCtas = VEGAS_CTAS;  // on a multiprocessor
+
+constexpr int kThreads = kWarps * 32;
+constexpr int kStreams = kWarps / kRowWarps;
+constexpr int kGroupTokens = 16;
+constexpr int kTileTokens = kGroupTokens * kStreams;
+constexpr int kWarpRows = 16 * kRowTiles;
+constexpr int kRows = kWarpRows * kRowWarps;
+// Few rows' pieces are merged by whoever finishes the last of them, many by a kernel of their own.
+constexpr bool kMergesInPlace = kRows == 16;
+constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kChunks = kRowBytes / 16;
+constexpr int kSteps = kHeadDim / 16;                 // of 16 dims
+constexpr int kHalfStage = kGroupTokens * kRowBytes;  // K, then as much V
+constexpr int kStageBytes = 2 * kHalfStage;
+constexpr int kRingBytes = kStreams * kStages * kStageBytes;
+constexpr int kMergeStride = kHeadDim + 8;  // floats; the 8 keep rows in different banks
+constexpr int kMergeBytes = kWarps * kWarpRows * kMergeStride * 4;
+constexpr int kBufferBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
+constexpr int kQueryBytes = kRows * kRowBytes;
+constexpr int kStatBytes = kStreams * kRows * 8;
+constexpr int kScoreRowBytes = kRows * 8;
+constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes + kScoreRowBytes;
+
+constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
+
+struct AttendParams {
+  Plan plan;
+  const Element* q;
+  const Element* k;
+  const Element* v;
+  Element* out;  // (batch * num_queries, num_heads, kHeadDim)
+  float* lse;    // (batch * num_queries, num_heads), log2; -inf where a row sees nothing
+  const int* req_to_token;
+  const int* positions;      // sparse: the layer's (num_rows, max_count)
+  float* partial_o;          // (slots, kRows, kHeadDim)
+  float2* partial_stats;     // (slots, kRows): maximum (log2), sum
+  int* pieces_done;          // a pair's; zeros between calls
+  uint8_t* scores;           // (num_kv_heads, group of 16 tokens, which query and head, 8)
+  const float* references;   // the layer's (num_rows, num_heads, 2), log2
+  const int4* score_groups;  // (batch,): selection.cu's ScoreGroups
+  int64_t q_stride;
+  int64_t req_to_token_stride;
+  int64_t score_head_stride;
+  int max_count;
+  int batch;
+  int num_kv_heads;
+  int group;  // query heads of a KV head
+  int num_queries;
+  float scale;  // times log2(e)
+};
