@@ -14,6 +14,7 @@
 #include "params.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
+#include "segments.cuh"
 
 // A row's maximum may lag behind, while four of its weights relative to it sum up to no more.
 constexpr float kMaximumSlack = 256.f;
@@ -22,25 +23,6 @@ constexpr float kMaximumSlack = 256.f;
 struct ScoreRow {
   float shift;  // -reference - the request's lowest exponent
   int offset;   // -1: nowhere
-};
-
-// Maps a list's entries to KV slots. Every entry may be asked for: those past the end give the last.
-template <bool kSparse>
-struct Entries {
-  const int* slots;  // the request's row of req_to_token
-  const int* table;
-  int last, count, base;
-
-  // First of two dependent loads.
-  __device__ __forceinline__ int position(int entry) const {
-    entry = min(entry, last);
-    if (kSparse) {
-      if (entry < count) return min(max(table[entry], 0), base - 1);
-      return base + entry - count;
-    }
-    return entry;
-  }
-  __device__ __forceinline__ int slot(int position) const { return slots[position]; }
 };
 
 // Four neighbouring tokens' scores as 4 bits each, the lowest first: round(log2(weight * factor)),
@@ -55,34 +37,14 @@ __device__ __forceinline__ uint16_t encode(float factor, float a, float b, float
   return static_cast<uint16_t>((bytes & 0xF0F0) | ((bytes >> 20) & 0x0F0F));
 }
 
-// Starts this warp's share of copying a group's K and V into a stage.
-__device__ __forceinline__ void start_copies(const char* k, const char* v, int64_t slot_stride,
-                                             int my_slot, int valid, uint32_t stage, int row_warp,
-                                             int lane, uint64_t policy) {
-  constexpr int kRowsAtOnce = 32 / kChunks;
-  constexpr int kShare = kGroupTokens / kRowWarps;
-  static_assert(kShare % kRowsAtOnce == 0, "a warp copies whole instructions");
-#pragma unroll
-  for (int i = 0; i < kShare / kRowsAtOnce; ++i) {
-    const int token = row_warp * kShare + i * kRowsAtOnce + lane / kChunks;
-    const int chunk = lane % kChunks;
-    const int64_t offset = __shfl_sync(~0u, my_slot, token) * slot_stride;
-    const int row = ((token >> 1) & 1) * 8 + (token >> 2) * 2 + (token & 1);
-    const uint32_t to = stage + row * kRowBytes + ((chunk ^ (row & 7)) << 4);
-    const uint32_t bytes = token < valid ? 16 : 0;
-    copy_async(to, k + offset, bytes, policy);
-    copy_async(to + kHalfStage, v + offset, bytes, policy);
-  }
-}
-
 template <bool kSparse, bool kScores>
 __global__ void __launch_bounds__(kThreads, kCtas)
     attend_kernel(const AttendParams p) {
   extern __shared__ __align__(1024) char shared[];
-  char* const q_shared = shared + kBufferBytes;
-  float2* const stats = reinterpret_cast<float2*>(shared + kBufferBytes + kQueryBytes);
+  char* const q_shared = shared + kRingBytes;
+  float2* const stats = reinterpret_cast<float2*>(shared + kRingBytes + kQueryBytes);
   ScoreRow* const score_rows =
-      reinterpret_cast<ScoreRow*>(shared + kBufferBytes + kQueryBytes + kStatBytes);
+      reinterpret_cast<ScoreRow*>(shared + kRingBytes + kQueryBytes + kStatBytes);
   const uint32_t shared_base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -91,7 +53,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t ring = shared_base + stream * kStages * kStageBytes;
   const int rows_used = p.num_queries * p.group;
   const uint64_t policy = evict_first_policy();
-  const int64_t slot_stride = static_cast<int64_t>(p.num_kv_heads) * kRowBytes;
+  const char* const k = reinterpret_cast<const char*>(p.k) + lane % kChunks * 16;
+  const char* const v = reinterpret_cast<const char*>(p.v) + lane % kChunks * 16;
 
   // Byte addresses of this lane in ldmatrix; a step of 16 dims flips bits 5 and up.
   const int matrix = lane / 8, matrix_row = lane % 8;
@@ -100,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t v_lane =
       ((matrix & 1) * 8 + matrix_row) * kRowBytes + (((matrix >> 1) ^ matrix_row) << 4);
   const uint32_t q_lane =
-      shared_base + kBufferBytes + row_warp * kWarpRows * kRowBytes + v_lane;
+      shared_base + kRingBytes + row_warp * kWarpRows * kRowBytes + v_lane;
 
   // The last 8 rows of a warp's may all be padding.
   const bool upper_used = row_warp * kWarpRows + kWarpRows - 8 < rows_used;
@@ -116,46 +79,32 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
   }
 
-  CtaStart at = p.plan.ctas[blockIdx.x];
-  int remaining = p.plan.ctas[blockIdx.x + 1].tile - at.tile;
+  Segment segment{p.plan.ctas[blockIdx.x], 0};
+  segment.remaining = p.plan.ctas[blockIdx.x + 1].tile - segment.at.tile;
+  if (segment.remaining == 0) return;
 
-  while (remaining > 0) {
-    const List list = at.list;
-    const int list_tiles = tiles_of<kTileTokens>(list);
-    const int tiles = min(remaining, list_tiles - at.place);
+  // Fill the ring but for one stage, and have the slots of the group after, and the positions of the
+  // one after that.
+  Lookahead<kSparse> lookahead{segment, 0, 0};
+  lookahead.open(stream);
+  Group next_positions = lookahead.positions(p, stream, lane);
+  Group next_slots = slots(p, next_positions);
+  next_positions = lookahead.positions(p, stream, lane);
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1; ++s) {
+    start_copies(p, k, v, next_slots, ring + s * kStageBytes, row_warp, lane, policy);
+    commit_copies();
+    next_slots = slots(p, next_positions);
+    next_positions = lookahead.positions(p, stream, lane);
+  }
+  int stage_index = 0;
+
+  for (; segment.remaining > 0; segment.next(p)) {
+    const CtaStart& at = segment.at;
+    const List& list = at.list;
     const int64_t row = list.row;
-    const Entries<kSparse> entries{p.req_to_token + row * p.req_to_token_stride,
-                                   p.positions + row * p.max_count, max(list.length - 1, 0),
-                                   list.count, list.base};
-    const int head_bytes = at.head * kRowBytes + (lane % kChunks) * 16;
-    const char* const k = reinterpret_cast<const char*>(p.k) + head_bytes;
-    const char* const v = reinterpret_cast<const char*>(p.v) + head_bytes;
-    const int first_token = (at.place * kStreams + stream) * kGroupTokens;
-    // The last tile may end before this stream's group of it.
-    const int steps =
-        tiles - (first_token + (tiles - 1) * kTileTokens >= list.length ? 1 : 0);
-    const int my_entry = first_token + lane % kGroupTokens;
-
-    // Fill the ring but for one stage, and have the slots of the step after, and the positions of
-    // the step after that.
-    int next_slot, next_position;
-    {
-      int slots[kStages];
-#pragma unroll
-      for (int s = 0; s < kStages; ++s) slots[s] = entries.position(my_entry + s * kTileTokens);
-#pragma unroll
-      for (int s = 0; s < kStages; ++s) slots[s] = entries.slot(slots[s]);
-      next_position = entries.position(my_entry + kStages * kTileTokens);
-#pragma unroll
-      for (int s = 0; s < kStages - 1; ++s) {
-        if (s < steps) {
-          start_copies(k, v, slot_stride, slots[s], list.length - first_token - s * kTileTokens,
-                       ring + s * kStageBytes, row_warp, lane, policy);
-        }
-        commit_copies();
-      }
-      next_slot = slots[kStages - 1];
-    }
+    const int first_token = segment.first_entry(stream);
+    const int steps = segment.groups(stream);
 
     // Queries, zeros in the rows that pad.
     for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
@@ -229,7 +178,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
 
     const int all_visible = list.length - p.num_queries + 1;  // entries that query 0 sees
-    int stage_index = 0;
     for (int s = 0; s < steps; ++s) {
       const int token = first_token + s * kTileTokens;
       wait_copies<kStages - 2>();
@@ -237,14 +185,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       else named_barrier(1 + stream, 32 * kRowWarps);
       // The stage that the step before this one read.
       const int free_index = stage_index == 0 ? kStages - 1 : stage_index - 1;
-      if (s + kStages - 1 < steps) {
-        start_copies(k, v, slot_stride, next_slot,
-                     list.length - token - (kStages - 1) * kTileTokens,
-                     ring + free_index * kStageBytes, row_warp, lane, policy);
+      if (next_slots.valid > 0) {
+        start_copies(p, k, v, next_slots, ring + free_index * kStageBytes, row_warp, lane, policy);
       }
       commit_copies();
-      next_slot = entries.slot(next_position);
-      next_position = entries.position(my_entry + (s + kStages + 1) * kTileTokens);
+      next_slots = slots(p, next_positions);
+      next_positions = lookahead.positions(p, stream, lane);
 
       const uint32_t stage = ring + stage_index * kStageBytes;
       stage_index = stage_index == kStages - 1 ? 0 : stage_index + 1;
@@ -373,8 +319,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
     }
 
-    // Merge the streams, through the ring's memory.
-    wait_copies<0>();
+    // Merge the streams, some rows at a time, where the queries were.
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -386,43 +331,56 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         if (quad == 0) stats[stream * kRows + r] = make_float2(maximum[m][half], total);
       }
     }
-    __syncthreads();  // nobody reads the ring any more, and `stats` is complete
-    float* const merge = reinterpret_cast<float*>(shared);
+    __syncthreads();  // nobody reads the queries any more, and `stats` is complete
+    const int pair = at.request * p.num_kv_heads + at.head;
+    const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kRows;
+    float* const merge = reinterpret_cast<float*>(q_shared);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int warp_row = m * 16 + half * 8 + lane / 4;
-        const int r = row_warp * kWarpRows + warp_row;
+        const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
         float top = kNoMaximum;
 #pragma unroll
         for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
         const float factor = exp2_fast(maximum[m][half] - top);
-        float* const to = merge + (stream * kRows + r) * kMergeStride + quad * 2;
+#pragma unroll 1
+        for (int quarter = 0; quarter < 2; ++quarter) {
+          const int first_row = m * 16 + half * 8 + quarter * kMergeRows;  // of each row warp's
+          if (first_row >= rows_used) break;
+          if (lane / 16 == quarter) {
+            float* const to =
+                merge + (warp * kMergeRows + lane / 4 % kMergeRows) * kMergeStride + quad * 2;
 #pragma unroll
-        for (int d = 0; d < kSteps * 2; ++d) {
-          *reinterpret_cast<float2*>(to + d * 8) =
-              make_float2(o[m][d][half * 2] * factor, o[m][d][half * 2 + 1] * factor);
+            for (int d = 0; d < kSteps * 2; ++d) {
+              *reinterpret_cast<float2*>(to + d * 8) =
+                  make_float2(o[m][d][half * 2] * factor, o[m][d][half * 2 + 1] * factor);
+            }
+          }
+          __syncthreads();
+          constexpr int kFours = kHeadDim / 4;
+          for (int i = threadIdx.x; i < kRowWarps * kMergeRows * kFours; i += kThreads) {
+            const int merge_row = i / kFours, four = i % kFours;  // of all row warps' rows
+            const int to_row =
+                merge_row / kMergeRows * kWarpRows + first_row + merge_row % kMergeRows;
+            float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int j = 0; j < kStreams; ++j) {
+              const float4 one = *reinterpret_cast<const float4*>(
+                  merge + (j * kRowWarps * kMergeRows + merge_row) * kMergeStride + four * 4);
+              total.x += one.x;
+              total.y += one.y;
+              total.z += one.z;
+              total.w += one.w;
+            }
+            if (to_row < rows_used) {
+              *reinterpret_cast<float4*>(p.partial_o + (slot_row + to_row) * kHeadDim + four * 4) =
+                  total;
+            }
+          }
+          __syncthreads();
         }
       }
-    }
-    __syncthreads();
-    const int pair = at.request * p.num_kv_heads + at.head;
-    const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kRows;
-    constexpr int kFours = kHeadDim / 4;
-    for (int i = threadIdx.x; i < rows_used * kFours; i += kThreads) {
-      const int r = i / kFours, four = i % kFours;
-      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        const float4 one = *reinterpret_cast<const float4*>(
-            merge + (j * kRows + r) * kMergeStride + four * 4);
-        total.x += one.x;
-        total.y += one.y;
-        total.z += one.z;
-        total.w += one.w;
-      }
-      *reinterpret_cast<float4*>(p.partial_o + (slot_row + r) * kHeadDim + four * 4) = total;
     }
     for (int r = threadIdx.x; r < rows_used; r += kThreads) {
       float top = kNoMaximum, total = 0.f;
@@ -436,9 +394,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       p.partial_stats[slot_row + r] = make_float2(top, total);
     }
     if (kMergesInPlace) __threadfence();
-    __syncthreads();  // the ring may be filled again
+    __syncthreads();  // `stats` may be written again
     if (kMergesInPlace) {
-      const Pieces pieces = pieces_of(p.plan, at.tile - at.place, list_tiles, gridDim.x);
+      const Pieces pieces =
+          pieces_of(p.plan, at.tile - at.place, tiles_of<kTileTokens>(list), gridDim.x);
       bool last = false;
       if (threadIdx.x == 0) {
         last = atomicAdd(p.pieces_done + pair, 1) == pieces.end - pieces.first - 1;
@@ -447,18 +406,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if (__syncthreads_or(last)) {
         __threadfence();
         for (int r = warp; r < rows_used; r += kWarps) {
-          merge_row(p, pieces, at.request, at.head, r, lane);
+          merge_pieces(p, pieces, at.request, at.head, r, lane);
         }
       }
-    }
-
-    remaining -= tiles;
-    at.tile += tiles;
-    at.place = 0;
-    if (++at.head == p.num_kv_heads) {
-      at.head = 0;
-      ++at.request;
-      if (remaining > 0) at.list = p.plan.lists[at.request];
     }
   }
 }

@@ -16,8 +16,8 @@ __device__ __forceinline__ Pieces pieces_of(const Plan& plan, int tile, int tile
   return {cta_of_tile(tile, total, num_ctas), cta_of_tile(tile + tiles - 1, total, num_ctas) + 1};
 }
 
-__device__ __forceinline__ void merge_row(const AttendParams& p, const Pieces& pieces, int request,
-                                          int kv_head, int r, int lane) {
+__device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces& pieces, int request,
+                                             int kv_head, int r, int lane) {
   constexpr int kValues = kHeadDim / 32;  // of a lane: 4 or 2
   constexpr int kAtOnce = 8;
   const int64_t pair = request * p.num_kv_heads + kv_head;
@@ -89,5 +89,5 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
   const int request_tile = p.plan.tile_indptr[request];
   const int tiles = (p.plan.tile_indptr[request + 1] - request_tile) / p.num_kv_heads;
   const Pieces pieces = pieces_of(p.plan, request_tile + kv_head * tiles, tiles, num_ctas);
-  merge_row(p, pieces, request, kv_head, r, threadIdx.x % 32);
+  merge_pieces(p, pieces, request, kv_head, r, threadIdx.x % 32);
 }

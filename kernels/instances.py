@@ -68,8 +68,8 @@ def shared_bytes(head_dim: int, row_tiles: int, row_warps: int, stages: int) -> 
     """What attend.cuh's kSharedBytes says."""
     streams, rows = WARPS // row_warps, 16 * row_tiles * row_warps
     ring = streams * stages * 2 * 16 * head_dim * 2
-    merge = WARPS * 16 * row_tiles * (head_dim + 8) * 4
-    return max(ring, merge) + rows * head_dim * 2 + (streams + 1) * rows * 8
+    merge = WARPS * 4 * (head_dim + 8) * 4
+    return ring + max(rows * head_dim * 2, merge) + (streams + 1) * rows * 8
 
 
 def find_instance(

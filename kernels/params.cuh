@@ -25,13 +25,13 @@ constexpr int kSteps = kHeadDim / 16;                 // of 16 dims
 constexpr int kHalfStage = kGroupTokens * kRowBytes;  // K, then as much V
 constexpr int kStageBytes = 2 * kHalfStage;
 constexpr int kRingBytes = kStreams * kStages * kStageBytes;
+constexpr int kMergeRows = 4;               // of each warp, merged at once
 constexpr int kMergeStride = kHeadDim + 8;  // floats; the 8 keep rows in different banks
-constexpr int kMergeBytes = kWarps * kWarpRows * kMergeStride * 4;
-constexpr int kBufferBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
-constexpr int kQueryBytes = kRows * kRowBytes;
+constexpr int kMergeBytes = kWarps * kMergeRows * kMergeStride * 4;
+constexpr int kQueryBytes = kRows * kRowBytes > kMergeBytes ? kRows * kRowBytes : kMergeBytes;
 constexpr int kStatBytes = kStreams * kRows * 8;
 constexpr int kScoreRowBytes = kRows * 8;
-constexpr int kSharedBytes = kBufferBytes + kQueryBytes + kStatBytes + kScoreRowBytes;
+constexpr int kSharedBytes = kRingBytes + kQueryBytes + kStatBytes + kScoreRowBytes;
 
 constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
 

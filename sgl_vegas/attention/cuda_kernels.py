@@ -87,6 +87,11 @@ class CudaKernels:
     ) -> None:
         self._decode, self._verify = workspace.decode, workspace.verify
         self._scores = workspace.scores
+        if self._scores is not None:
+            # A layer's selection runs beside the matrix products that follow its attention.
+            self._beside = torch.cuda.Stream(tables.counts.device)
+            self._attended, self._selected = torch.cuda.Event(), torch.cuda.Event()
+        self._last_layer = tables.positions.shape[0] - 1
         self._num_draft_tokens = num_draft_tokens
         self._req_to_token = req_to_token
         self._tables = tables
@@ -141,6 +146,9 @@ class CudaKernels:
         scale: float,
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self._scores is not None and layer > 0:
+            # It reads what this layer's attention overwrites.
+            torch.cuda.current_stream().wait_event(self._selected)
         self._verify.dense(
             q,
             k_cache,
@@ -152,7 +160,13 @@ class CudaKernels:
             layer=layer,
         )
         if self._scores is not None:
-            self._scores.select(self._verify, layer, self._rows, self._tables)
+            self._attended.record()
+            self._beside.wait_event(self._attended)
+            with torch.cuda.stream(self._beside):
+                self._scores.select(self._verify, layer, self._rows, self._tables)
+                self._selected.record()
+            if layer == self._last_layer:
+                torch.cuda.current_stream().wait_event(self._selected)
         elif self._torch is not None:
             width = self._num_draft_tokens
             picked = q.unflatten(0, (-1, width))[:, [0, -1]]

@@ -1,0 +1,107 @@
+// A CTA's way through its tiles, twice: the segment whose KV it attends to, and, some steps ahead,
+// the groups of 16 entries whose KV it asks for. The second doesn't stop at a segment's end, so that
+// KV keeps coming while results are merged.
+#pragma once
+#include "params.cuh"
+
+// A CTA's part of one (request, KV head) pair's tiles.
+struct Segment {
+  CtaStart at;
+  int remaining;  // tiles of this and all later segments
+
+  __device__ __forceinline__ int tiles() const {
+    return min(remaining, tiles_of<kTileTokens>(at.list) - at.place);
+  }
+  // Of a stream's groups: the first's first entry, and how many.
+  __device__ __forceinline__ int first_entry(int stream) const {
+    return (at.place * kStreams + stream) * kGroupTokens;
+  }
+  __device__ __forceinline__ int groups(int stream) const {
+    const int tiles = this->tiles();
+    // The last tile may end before this stream's group of it.
+    const bool ends_early = first_entry(stream) + (tiles - 1) * kTileTokens >= at.list.length;
+    return tiles - (ends_early ? 1 : 0);
+  }
+  __device__ __forceinline__ void next(const AttendParams& p) {
+    const int done = tiles();
+    remaining -= done;
+    at.tile += done;
+    at.place = 0;
+    if (++at.head == p.num_kv_heads) {
+      at.head = 0;
+      ++at.request;
+      if (remaining > 0) at.list = p.plan.lists[at.request];
+    }
+  }
+};
+
+// What one lane knows of a group on its way: the KV slot, or for the time being the position, of
+// entry lane % 16.
+struct Group {
+  int index;
+  int row;
+  int head;
+  int valid;  // entries of the group, or 0 or less; those past them repeat the list's last
+};
+
+// The walk ahead. From entry to slot there are two dependent loads; each gets a step's time.
+template <bool kSparse>
+struct Lookahead {
+  Segment segment;
+  int entry;
+  int groups;  // of the segment from `entry` on
+
+  __device__ __forceinline__ void open(int stream) {
+    entry = segment.first_entry(stream);
+    groups = segment.groups(stream);
+  }
+
+  // The stream's next group, with positions. After the last one: groups without entries.
+  __device__ __forceinline__ Group positions(const AttendParams& p, int stream, int lane) {
+    while (groups == 0) {
+      if (segment.remaining > 0) segment.next(p);
+      if (segment.remaining == 0) return {0, segment.at.list.row, 0, 0};
+      open(stream);
+    }
+    const List& list = segment.at.list;
+    Group group{min(entry + lane % kGroupTokens, max(list.length - 1, 0)), list.row,
+                segment.at.head, list.length - entry};
+    if (kSparse) {
+      if (group.index < list.count) {
+        const int64_t table = static_cast<int64_t>(list.row) * p.max_count;
+        group.index = min(max(p.positions[table + group.index], 0), list.base - 1);
+      } else {
+        group.index += list.base - list.count;
+      }
+    }
+    entry += kTileTokens;
+    --groups;
+    return group;
+  }
+};
+
+__device__ __forceinline__ Group slots(const AttendParams& p, Group group) {
+  group.index = p.req_to_token[group.row * p.req_to_token_stride + group.index];
+  return group;
+}
+
+// Starts this warp's share of copying a group's K and V into a stage. k, v: with the lane's offset in
+// a row.
+__device__ __forceinline__ void start_copies(const AttendParams& p, const char* k, const char* v,
+                                             const Group& group, uint32_t stage, int row_warp,
+                                             int lane, uint64_t policy) {
+  constexpr int kRowsAtOnce = 32 / kChunks;
+  constexpr int kShare = kGroupTokens / kRowWarps;
+  static_assert(kShare % kRowsAtOnce == 0, "a warp copies whole instructions");
+#pragma unroll
+  for (int i = 0; i < kShare / kRowsAtOnce; ++i) {
+    const int token = row_warp * kShare + i * kRowsAtOnce + lane / kChunks;
+    const int slot = __shfl_sync(~0u, group.index, token);
+    const int64_t offset = (static_cast<int64_t>(slot) * p.num_kv_heads + group.head) * kRowBytes;
+    const int row = ((token >> 1) & 1) * 8 + (token >> 2) * 2 + (token & 1);
+    const uint32_t to = stage + row * kRowBytes + ((lane % kChunks ^ (row & 7)) << 4);
+    const uint32_t bytes = token < group.valid ? 16 : 0;
+    copy_async(to, k + offset, bytes, policy);
+    copy_async(to + kHalfStage, v + offset, bytes, policy);
+  }
+}
