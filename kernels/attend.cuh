@@ -81,23 +81,35 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
   Segment segment{p.plan.ctas[blockIdx.x], 0};
   segment.remaining = p.plan.ctas[blockIdx.x + 1].tile - segment.at.tile;
+  const int tiles_total = p.plan.ctas[gridDim.x].tile;
   if (segment.remaining == 0) return;
 
   // Fill the ring but for one stage, and have the slots of the group after, and the positions of the
-  // one after that.
+  // one after that. All of the first segment's, so that loads of a kind are on their way together.
   Lookahead<kSparse> lookahead{segment, 0, 0};
   lookahead.open(stream);
-  Group next_positions = lookahead.positions(p, stream, lane);
-  Group next_slots = slots(p, next_positions);
-  next_positions = lookahead.positions(p, stream, lane);
-#pragma unroll 1
-  for (int s = 0; s < kStages - 1; ++s) {
-    start_copies(p, k, v, next_slots, ring + s * kStageBytes, row_warp, lane, policy);
-    commit_copies();
-    next_slots = slots(p, next_positions);
-    next_positions = lookahead.positions(p, stream, lane);
+  int padding = max(kStages + 1 - lookahead.groups, 0);
+  Group groups[kStages + 1];
+  int loaded[kStages + 1];
+#pragma unroll
+  for (int s = 0; s <= kStages; ++s) {
+    groups[s] = lookahead.take(lane);
+    loaded[s] = lookahead.load(p, groups[s]);
   }
+#pragma unroll
+  for (int s = 0; s <= kStages; ++s) groups[s] = lookahead.position(groups[s], loaded[s]);
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) groups[s] = slots(p, groups[s]);
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) {
+    start_copies(p, k, v, groups[s], ring + s * kStageBytes, row_warp, lane, policy);
+    commit_copies();
+  }
+  Group next_slots = groups[kStages - 1], next_positions = groups[kStages];
   int stage_index = 0;
+  // The first and the last segment may be parts of pairs.
+  Part first_part{}, last_part{};
+  int first_done = 0;  // thread 0: how many of the first's pair were done before
 
   for (; segment.remaining > 0; segment.next(p)) {
     const CtaStart& at = segment.at;
@@ -178,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
 
     const int all_visible = list.length - p.num_queries + 1;  // entries that query 0 sees
-    for (int s = 0; s < steps; ++s) {
+    for (int s = 0; s < steps + padding; ++s) {
       const int token = first_token + s * kTileTokens;
       wait_copies<kStages - 2>();
       if (kRowWarps == 1) __syncwarp();
@@ -194,6 +206,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
       const uint32_t stage = ring + stage_index * kStageBytes;
       stage_index = stage_index == kStages - 1 ? 0 : stage_index + 1;
+      if (s >= steps) continue;
 
       float x[kRowTiles][2][4];
 #pragma unroll
@@ -332,8 +345,21 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
     }
     __syncthreads();  // nobody reads the queries any more, and `stats` is complete
+    const int pair_tiles = tiles_of<kTileTokens>(list);
+    const bool whole = segment.tiles() == pair_tiles;
     const int pair = at.request * p.num_kv_heads + at.head;
     const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kRows;
+    const auto stat_of = [stats](int r) {
+      float top = kNoMaximum, total = 0.f;
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) {
+        const float2 one = stats[i * kRows + r];
+        total += one.y * exp2_fast(one.x - top);
+      }
+      return make_float2(top, total);
+    };
     float* const merge = reinterpret_cast<float*>(q_shared);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -358,7 +384,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             }
           }
           __syncthreads();
-          constexpr int kFours = kHeadDim / 4;
           for (int i = threadIdx.x; i < kRowWarps * kMergeRows * kFours; i += kThreads) {
             const int merge_row = i / kFours, four = i % kFours;  // of all row warps' rows
             const int to_row =
@@ -373,7 +398,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
               total.z += one.z;
               total.w += one.w;
             }
-            if (to_row < rows_used) {
+            if (to_row < rows_used && whole) {
+              write_output(p, output_row(p, at.request, at.head, to_row), four, total,
+                           inverse_of(stat_of(to_row).y));
+            } else if (to_row < rows_used) {
               *reinterpret_cast<float4*>(p.partial_o + (slot_row + to_row) * kHeadDim + four * 4) =
                   total;
             }
@@ -383,31 +411,56 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       }
     }
     for (int r = threadIdx.x; r < rows_used; r += kThreads) {
-      float top = kNoMaximum, total = 0.f;
-#pragma unroll
-      for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
-#pragma unroll
-      for (int i = 0; i < kStreams; ++i) {
-        const float2 one = stats[i * kRows + r];
-        total += one.y * exp2_fast(one.x - top);
-      }
-      p.partial_stats[slot_row + r] = make_float2(top, total);
+      const float2 stat = stat_of(r);
+      if (whole) p.lse[output_row(p, at.request, at.head, r)] = lse_of(stat);
+      else p.partial_stats[slot_row + r] = stat;
     }
-    if (kMergesInPlace) __threadfence();
     __syncthreads();  // `stats` may be written again
-    if (kMergesInPlace) {
-      const Pieces pieces =
-          pieces_of(p.plan, at.tile - at.place, tiles_of<kTileTokens>(list), gridDim.x);
-      bool last = false;
-      if (threadIdx.x == 0) {
-        last = atomicAdd(p.pieces_done + pair, 1) == pieces.end - pieces.first - 1;
-        if (last) p.pieces_done[pair] = 0;
-      }
-      if (__syncthreads_or(last)) {
-        __threadfence();
-        for (int r = warp; r < rows_used; r += kWarps) {
-          merge_pieces(p, pieces, at.request, at.head, r, lane);
+    if (kMergesInPlace && !whole) {
+      const Part part{
+          at.request, at.head,
+          pieces_of(at.tile - at.place, pair_tiles, tiles_total, static_cast<int>(gridDim.x))};
+      if (segment.remaining == segment.tiles()) {
+        last_part = part;
+      } else {
+        first_part = part;
+        if (threadIdx.x == 0) {
+          __threadfence();
+          first_done = atomicAdd(p.pieces_done + pair, 1);
         }
+      }
+    }
+    padding = 0;
+  }
+
+  if (kMergesInPlace) {
+    // Whoever has the last of a pair's pieces merges them.
+    int* const is_last = reinterpret_cast<int*>(stats);
+    if (threadIdx.x == 0) {
+      int done[2] = {first_done, 0};
+      const Part parts[2] = {first_part, last_part};
+      __threadfence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Pieces& pieces = parts[i].pieces;
+        is_last[i] = 0;
+        if (pieces.end == pieces.first) continue;
+        int* const counter = p.pieces_done + parts[i].request * p.num_kv_heads + parts[i].head;
+        if (i == 1) done[1] = atomicAdd(counter, 1);
+        if (done[i] == pieces.end - pieces.first - 1) {
+          *counter = 0;
+          is_last[i] = 1;
+        }
+      }
+      __threadfence();
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      if (!is_last[i]) continue;
+      const Part part = i == 0 ? first_part : last_part;
+      for (int item = threadIdx.x; item < rows_used * kFours; item += kThreads) {
+        merge_pieces(p, part.pieces, part.request, part.head, item / kFours, item % kFours);
       }
     }
   }

@@ -70,8 +70,8 @@ int vegas_attend(int device, const AttendParams* params, int num_ctas, int spars
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
     const dim3 grid(params->num_kv_heads * params->batch,
-                    div_up(params->num_queries * params->group, kCombineWarps));
-    combine_kernel<<<grid, kCombineWarps * 32, 0, on>>>(*params, num_ctas);
+                    div_up(params->num_queries * params->group * kFours, kCombineThreads));
+    combine_kernel<<<grid, kCombineThreads, 0, on>>>(*params, num_ctas);
   }
   return cudaGetLastError();
 }

@@ -56,27 +56,41 @@ struct Lookahead {
     groups = segment.groups(stream);
   }
 
-  // The stream's next group, with positions. After the last one: groups without entries.
-  __device__ __forceinline__ Group positions(const AttendParams& p, int stream, int lane) {
-    while (groups == 0) {
+  // The stream's next group, by entries. After the last one: groups without entries.
+  __device__ __forceinline__ Group next(const AttendParams& p, int stream, int lane) {
+    while (groups <= 0) {
       if (segment.remaining > 0) segment.next(p);
       if (segment.remaining == 0) return {0, segment.at.list.row, 0, 0};
       open(stream);
     }
+    return take(lane);
+  }
+  // The same, but groups without entries after the segment's last one.
+  __device__ __forceinline__ Group take(int lane) {
     const List& list = segment.at.list;
-    Group group{min(entry + lane % kGroupTokens, max(list.length - 1, 0)), list.row,
-                segment.at.head, list.length - entry};
-    if (kSparse) {
-      if (group.index < list.count) {
-        const int64_t table = static_cast<int64_t>(list.row) * p.max_count;
-        group.index = min(max(p.positions[table + group.index], 0), list.base - 1);
-      } else {
-        group.index += list.base - list.count;
-      }
-    }
+    const Group group{min(entry + lane % kGroupTokens, max(list.length - 1, 0)), list.row,
+                      segment.at.head, groups > 0 ? list.length - entry : 0};
     entry += kTileTokens;
     --groups;
     return group;
+  }
+
+  // From entry to position, in two parts so that several loads can be on their way.
+  __device__ __forceinline__ int load(const AttendParams& p, const Group& group) const {
+    if (!kSparse || group.index >= segment.at.list.count) return 0;
+    return p.positions[static_cast<int64_t>(group.row) * p.max_count + group.index];
+  }
+  __device__ __forceinline__ Group position(Group group, int loaded) const {
+    const List& list = segment.at.list;
+    if (kSparse) {
+      group.index = group.index < list.count ? min(max(loaded, 0), list.base - 1)
+                                             : group.index + list.base - list.count;
+    }
+    return group;
+  }
+  __device__ __forceinline__ Group positions(const AttendParams& p, int stream, int lane) {
+    const Group group = next(p, stream, lane);
+    return position(group, load(p, group));
   }
 };
 

@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 # A sum is no further off than its worst term. Two weights may be off in opposite directions.
 WORST_RATIO = (2 / 3) / (4 / 3) * 0.98
 # Of the attention weight of the best k, what the chosen k have.
-KEPT = 0.98
+KEPT = 0.96
 LAYERS, MAX_K = 2, 2048
 
 
