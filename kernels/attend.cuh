@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   if (segment.remaining == 0) return;
 
   // Fill the ring but for one stage, and have the slots of the group after, and the positions of the
-  // one after that. All of the first segment's, so that loads of a kind are on their way together.
+  // one after that. All of the first segment's, so that loads of a kind are on their way together:
+  // the compiler keeps them so where there is a barrier.
   Lookahead<kSparse> lookahead{segment, 0, 0};
   lookahead.open(stream);
   int padding = max(kStages + 1 - lookahead.groups, 0);
@@ -96,10 +97,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     groups[s] = lookahead.take(lane);
     loaded[s] = lookahead.load(p, groups[s]);
   }
+  __syncwarp();
 #pragma unroll
   for (int s = 0; s <= kStages; ++s) groups[s] = lookahead.position(groups[s], loaded[s]);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) groups[s] = slots(p, groups[s]);
+  __syncwarp();
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
     start_copies(p, k, v, groups[s], ring + s * kStageBytes, row_warp, lane, policy);
@@ -107,11 +110,21 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   }
   Group next_slots = groups[kStages - 1], next_positions = groups[kStages];
   int stage_index = 0;
+  // Where this thread's shares of the queries are, from a pair's first on; -1: in a row that pads.
+  constexpr int kShares = kRows * kChunks / kThreads;
+  int share_at[kShares];
+#pragma unroll
+  for (int i = 0; i < kShares; ++i) {
+    const int r = (threadIdx.x + i * kThreads) / kChunks, query = r / p.group;
+    share_at[i] = r < rows_used ? query * static_cast<int>(p.q_stride) +
+                                      (r - query * p.group) * kHeadDim + lane % kChunks * 8
+                                : -1;
+  }
   // The first and the last segment may be parts of pairs.
   Part first_part{}, last_part{};
   int first_done = 0;  // thread 0: how many of the first's pair were done before
 
-  for (; segment.remaining > 0; segment.next(p)) {
+  for (; segment.tiles() > 0; segment.next(p)) {
     const CtaStart& at = segment.at;
     const List& list = at.list;
     const int64_t row = list.row;
@@ -119,17 +132,19 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const int steps = segment.groups(stream);
 
     // Queries, zeros in the rows that pad.
-    for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
-      const int r = i / kChunks, chunk = i % kChunks;
-      uint4 value = make_uint4(0, 0, 0, 0);
-      if (r < rows_used) {
-        const int query = r / p.group;
-        const int head = at.head * p.group + r - query * p.group;
-        const int64_t token = static_cast<int64_t>(at.request) * p.num_queries + query;
-        value = *reinterpret_cast<const uint4*>(p.q + token * p.q_stride + head * kHeadDim +
-                                                chunk * 8);
-      }
-      *reinterpret_cast<uint4*>(q_shared + r * kRowBytes + ((chunk ^ (r & 7)) << 4)) = value;
+    const Element* const q = p.q + static_cast<int64_t>(at.request) * p.num_queries * p.q_stride +
+                             at.head * p.group * kHeadDim;
+    uint4 shares[kShares];
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) {
+      shares[i] = share_at[i] >= 0 ? *reinterpret_cast<const uint4*>(q + share_at[i])
+                                   : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) {
+      const int r = (threadIdx.x + i * kThreads) / kChunks;
+      *reinterpret_cast<uint4*>(q_shared + r * kRowBytes + ((lane % kChunks ^ (r & 7)) << 4)) =
+          shares[i];
     }
 
     int score_steps = 0;
@@ -420,9 +435,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const Part part{
           at.request, at.head,
           pieces_of(at.tile - at.place, pair_tiles, tiles_total, static_cast<int>(gridDim.x))};
-      if (segment.remaining == segment.tiles()) {
+      if (max(at.place, 0) + segment.tiles() < pair_tiles) {
         last_part = part;
-      } else {
+      } else {  // begun by another CTA
         first_part = part;
         if (threadIdx.x == 0) {
           __threadfence();

@@ -33,7 +33,7 @@ __device__ __forceinline__ float lse_of(float2 stat) {
 }
 __device__ __forceinline__ float inverse_of(float sum) { return sum > 0.f ? 1.f / sum : 0.f; }
 
-// tile, tiles: the pair's first and how many it has; total: all pairs' tiles.
+// tile, tiles: the pair's first with entries, and how many those are; total: all that are numbered.
 __device__ __forceinline__ Pieces pieces_of(int tile, int tiles, int total, int num_ctas) {
   return {cta_of_tile(tile, total, num_ctas), cta_of_tile(tile + tiles - 1, total, num_ctas) + 1};
 }
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int request = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
   const int request_tile = p.plan.tile_indptr[request];
   const int tiles = (p.plan.tile_indptr[request + 1] - request_tile) / p.num_kv_heads;
-  const Pieces pieces = pieces_of(request_tile + kv_head * tiles, tiles,
+  const Pieces pieces = pieces_of(request_tile + kv_head * tiles + kTurnTiles, tiles - kTurnTiles,
                                   p.plan.tile_indptr[p.batch], num_ctas);
   if (pieces.end - pieces.first == 1) return;  // whole: the output is there
   merge_pieces(p, pieces, request, kv_head, item / kFours, item % kFours);

@@ -2,12 +2,15 @@
 // knows, once a pass, for all layers.
 //
 // A tile is kTileTokens entries of one (request, KV head) pair, of which an empty request's pairs
-// have one without entries. Tiles are numbered by request, then head, then place in the list. CTA c of N has tiles [c*T/N, (c+1)*T/N), T being the number of tiles
-// and N that of the CTAs, or T where that is less: no CTA between two that work is idle.
+// have one without entries. Turning to a pair takes a CTA the time of kTurnTiles tiles; so these are
+// in front of every pair's tiles, without entries. All are numbered by request, then head, then
+// place in the list, which is below 0 for the first kTurnTiles. CTA c of N has [c*T/N, (c+1)*T/N) of
+// them, T being how many there are and N the number of CTAs, or T where that is less.
 #pragma once
 #include <cstdint>
 
 constexpr int kMaxBatch = 2048;
+constexpr int kTurnTiles = 2;
 
 // One request's list of KV entries. The first `count` are table positions, all below `base`; the
 // others are positions base, base + 1, ... Dense lists have count = base = 0.
@@ -23,7 +26,7 @@ struct __align__(16) CtaStart {
   int tile;     // number of its first tile; the next entry's is one past its last
   int request;  // of that tile, as are:
   int head;
-  int place;  // tile within the pair's list
+  int place;  // of the tile within the pair's list
   List list;
 };
 
@@ -40,6 +43,7 @@ __device__ __forceinline__ int cta_of_tile(int tile, int tiles_total, int num_ct
 
 __host__ __device__ __forceinline__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
+// A list's tiles, without those for turning to it.
 template <int kTileTokens>
 __device__ __forceinline__ int tiles_of(const List& list) {
   return max(div_up(list.length, kTileTokens), 1);
@@ -88,7 +92,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     if (r < p.batch) {
       const List list = make_list(p, r);
       p.plan.lists[r] = list;
-      tiles = tiles_of<kTileTokens>(list) * p.num_kv_heads;
+      tiles = (tiles_of<kTileTokens>(list) + kTurnTiles) * p.num_kv_heads;
     }
     int sum = tiles;  // inclusive, first of the warp and then of the block
     for (int step = 1; step < 32; step *= 2) {
@@ -124,7 +128,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
       const int offset = start.tile - indptr[low];
       start.request = low;
       start.head = offset / tiles;
-      start.place = offset % tiles;
+      start.place = offset % tiles - kTurnTiles;
       start.list = p.plan.lists[low];
     }
     p.plan.ctas[c] = start;

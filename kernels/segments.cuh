@@ -9,12 +9,13 @@ struct Segment {
   CtaStart at;
   int remaining;  // tiles of this and all later segments
 
+  // Those with entries; 0 or less where the CTA's part ends while turning to the pair.
   __device__ __forceinline__ int tiles() const {
-    return min(remaining, tiles_of<kTileTokens>(at.list) - at.place);
+    return min(at.place + remaining, tiles_of<kTileTokens>(at.list)) - max(at.place, 0);
   }
   // Of a stream's groups: the first's first entry, and how many.
   __device__ __forceinline__ int first_entry(int stream) const {
-    return (at.place * kStreams + stream) * kGroupTokens;
+    return (max(at.place, 0) * kStreams + stream) * kGroupTokens;
   }
   __device__ __forceinline__ int groups(int stream) const {
     const int tiles = this->tiles();
@@ -23,10 +24,10 @@ struct Segment {
     return tiles - (ends_early ? 1 : 0);
   }
   __device__ __forceinline__ void next(const AttendParams& p) {
-    const int done = tiles();
+    const int done = min(remaining, tiles_of<kTileTokens>(at.list) - at.place);
     remaining -= done;
     at.tile += done;
-    at.place = 0;
+    at.place = -kTurnTiles;
     if (++at.head == p.num_kv_heads) {
       at.head = 0;
       ++at.request;
