@@ -53,8 +53,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t ring = shared_base + stream * kStages * kStageBytes;
   const int rows_used = p.num_queries * p.group;
   const uint64_t policy = evict_first_policy();
-  const char* const k = reinterpret_cast<const char*>(p.k) + lane % kChunks * 16;
-  const char* const v = reinterpret_cast<const char*>(p.v) + lane % kChunks * 16;
 
   // Byte addresses of this lane in ldmatrix; a step of 16 dims flips bits 5 and up.
   const int matrix = lane / 8, matrix_row = lane % 8;
@@ -105,10 +103,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   __syncwarp();
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
-    start_copies(p, k, v, groups[s], ring + s * kStageBytes, row_warp, lane, policy);
+    start_copies(p, groups[s], ring + s * kStageBytes, row_warp, lane, policy);
     commit_copies();
   }
   Group next_slots = groups[kStages - 1], next_positions = groups[kStages];
+  // By those that have tiles, while their KV is on its way.
+  if (p.num_new > 0) store_new(p, min(static_cast<int>(gridDim.x), tiles_total));
   int stage_index = 0;
   // Where this thread's shares of the queries are, from a pair's first on; -1: in a row that pads.
   constexpr int kShares = kRows * kChunks / kThreads;
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       // The stage that the step before this one read.
       const int free_index = stage_index == 0 ? kStages - 1 : stage_index - 1;
       if (next_slots.valid > 0) {
-        start_copies(p, k, v, next_slots, ring + free_index * kStageBytes, row_warp, lane, policy);
+        start_copies(p, next_slots, ring + free_index * kStageBytes, row_warp, lane, policy);
       }
       commit_copies();
       next_slots = slots(p, next_positions);

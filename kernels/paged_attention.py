@@ -26,6 +26,7 @@ from .instances import MAX_BATCH, Instance, find_instance, unsupported
 from .structs import pointer
 
 LOG2E = math.log2(math.e)
+NewKV = tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass
@@ -205,14 +206,17 @@ class PagedAttention:
         out: torch.Tensor,
         scores: ScoreCollector | None = None,
         layer: int = 0,
+        new_kv: NewKV = None,
     ) -> None:
         """Attends as the last `plan_dense` says, and has `scores` collect this layer's scores.
 
         q: (batch * num_queries, num_heads, head_dim), rows may be strided; out: the same, dense.
         k_cache, v_cache: (num_slots, num_kv_heads, head_dim). req_to_token: (num_rows, width)
-        int32, slot of every position.
+        int32, slot of every position. new_kv: K and V of the queries' own positions, (batch *
+        num_queries, num_kv_heads, head_dim), rows may be strided: the call writes them into the
+        caches. None where they are there already.
         """
-        self._run(q, k_cache, v_cache, req_to_token, None, layer, scale, out, scores)
+        self._run(q, k_cache, v_cache, req_to_token, None, layer, scale, out, scores, new_kv)
 
     def sparse(
         self,
@@ -224,11 +228,12 @@ class PagedAttention:
         layer: int,
         scale: float,
         out: torch.Tensor,
+        new_kv: NewKV = None,
     ) -> None:
         """Attends as the last `plan_sparse` says, with the layer's tables. q, out: (batch,
         num_heads, head_dim); the others as for `dense`. No table makes it read outside of its
         request's positions."""
-        self._run(q, k_cache, v_cache, req_to_token, tables, layer, scale, out, None)
+        self._run(q, k_cache, v_cache, req_to_token, tables, layer, scale, out, None, new_kv)
 
     def _run(
         self,
@@ -241,6 +246,7 @@ class PagedAttention:
         scale: float,
         out: torch.Tensor,
         scores: ScoreCollector | None,
+        new_kv: NewKV,
     ) -> None:
         current = self._current
         if current is None or current.sparse != (tables is not None):
@@ -254,8 +260,7 @@ class PagedAttention:
         _check_shape(v_cache, k_cache.shape, "v_cache")
         if not (k_cache.is_contiguous() and v_cache.is_contiguous() and out.is_contiguous()):
             raise ValueError("k_cache, v_cache and out must be contiguous")
-        if q.stride(1) != self.head_dim or q.stride(0) % 8 != 0 or q.data_ptr() % 16 != 0:
-            raise ValueError("q's heads must be dense and its rows aligned to 16 bytes")
+        _check_rows(q, "q")
         attend = structs.AttendParams(
             plan=self._plan_struct,
             q=pointer(q, self.dtype, 3, "q"),
@@ -275,6 +280,15 @@ class PagedAttention:
             num_queries=current.num_queries,
             scale=scale * LOG2E,
         )
+        if new_kv is not None:
+            for tensor, name in zip(new_kv, ("new K", "new V"), strict=True):
+                _check_shape(tensor, (shape[0], self.num_kv_heads, self.head_dim), name)
+                _check_rows(tensor, name)
+            new_k, new_v = new_kv
+            attend.new_k = pointer(new_k, self.dtype, 3, "new K")
+            attend.new_v = pointer(new_v, self.dtype, 3, "new V")
+            attend.new_k_stride, attend.new_v_stride = new_k.stride(0), new_v.stride(0)
+            attend.num_new = current.num_queries
         if tables is not None:
             attend.positions = pointer(tables.positions[layer], torch.int32, 2, "tables.positions")
             attend.max_count = tables.positions.shape[2]
@@ -524,6 +538,11 @@ def _prepare(instance: Instance, library: ctypes.CDLL, device: int) -> _Loaded:
     if num_ctas.value == 0 or slot_rows.value != instance.rows:
         raise RuntimeError(f"the device can't hold VEGAS's attention kernel {instance}")
     return _Loaded(instance, library, num_ctas.value, slot_rows.value)
+
+
+def _check_rows(tensor: torch.Tensor, what: str) -> None:
+    if tensor.stride(1) != tensor.shape[2] or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
+        raise ValueError(f"{what}: heads must be dense and rows aligned to 16 bytes")
 
 
 def _check_shape(tensor: torch.Tensor, shape: tuple[int, ...], what: str) -> None:

@@ -38,8 +38,11 @@ constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
 struct AttendParams {
   Plan plan;
   const Element* q;
-  const Element* k;
-  const Element* v;
+  Element* k;
+  Element* v;
+  // K and V of the lists' last num_new entries, query by query; the call writes them into k and v.
+  const Element* new_k;
+  const Element* new_v;
   Element* out;  // (batch * num_queries, num_heads, kHeadDim)
   float* lse;    // (batch * num_queries, num_heads), log2; -inf where a row sees nothing
   const int* req_to_token;
@@ -51,6 +54,8 @@ struct AttendParams {
   const float* references;   // the layer's (num_rows, num_heads, 2), log2
   const int4* score_groups;  // (batch,): selection.cu's ScoreGroups
   int64_t q_stride;
+  int64_t new_k_stride;
+  int64_t new_v_stride;
   int64_t req_to_token_stride;
   int64_t score_head_stride;
   int max_count;
@@ -58,5 +63,6 @@ struct AttendParams {
   int num_kv_heads;
   int group;  // query heads of a KV head
   int num_queries;
+  int num_new;  // 0 or num_queries
   float scale;  // times log2(e)
 };

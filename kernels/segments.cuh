@@ -41,6 +41,7 @@ struct Segment {
 struct Group {
   int index;
   int row;
+  int request;
   int head;
   int valid;  // entries of the group, or 0 or less; those past them repeat the list's last
 };
@@ -61,7 +62,7 @@ struct Lookahead {
   __device__ __forceinline__ Group next(const AttendParams& p, int stream, int lane) {
     while (groups <= 0) {
       if (segment.remaining > 0) segment.next(p);
-      if (segment.remaining == 0) return {0, segment.at.list.row, 0, 0};
+      if (segment.remaining == 0) return {0, segment.at.list.row, 0, 0, 0};
       open(stream);
     }
     return take(lane);
@@ -70,7 +71,7 @@ struct Lookahead {
   __device__ __forceinline__ Group take(int lane) {
     const List& list = segment.at.list;
     const Group group{min(entry + lane % kGroupTokens, max(list.length - 1, 0)), list.row,
-                      segment.at.head, groups > 0 ? list.length - entry : 0};
+                      segment.at.request, segment.at.head, groups > 0 ? list.length - entry : 0};
     entry += kTileTokens;
     --groups;
     return group;
@@ -100,23 +101,59 @@ __device__ __forceinline__ Group slots(const AttendParams& p, Group group) {
   return group;
 }
 
-// Starts this warp's share of copying a group's K and V into a stage. k, v: with the lane's offset in
-// a row.
-__device__ __forceinline__ void start_copies(const AttendParams& p, const char* k, const char* v,
-                                             const Group& group, uint32_t stage, int row_warp,
-                                             int lane, uint64_t policy) {
+// Starts this warp's share of copying a group's K and V into a stage.
+__device__ __forceinline__ void start_copies(const AttendParams& p, const Group& group,
+                                             uint32_t stage, int row_warp, int lane,
+                                             uint64_t policy) {
   constexpr int kRowsAtOnce = 32 / kChunks;
   constexpr int kShare = kGroupTokens / kRowWarps;
+  constexpr int kCopies = kShare / kRowsAtOnce;
   static_assert(kShare % kRowsAtOnce == 0, "a warp copies whole instructions");
-#pragma unroll
-  for (int i = 0; i < kShare / kRowsAtOnce; ++i) {
+  const int dim = group.head * kHeadDim + lane % kChunks * 8;
+  const auto copy = [&](int i, bool any_new) {
     const int token = row_warp * kShare + i * kRowsAtOnce + lane / kChunks;
     const int slot = __shfl_sync(~0u, group.index, token);
-    const int64_t offset = (static_cast<int64_t>(slot) * p.num_kv_heads + group.head) * kRowBytes;
+    const int64_t offset = static_cast<int64_t>(slot) * p.num_kv_heads * kHeadDim + dim;
+    const Element* k = p.k + offset;
+    const Element* v = p.v + offset;
+    if (any_new) {
+      const int which = token - (group.valid - p.num_new);
+      if (which >= 0 && token < group.valid) {
+        const int64_t from = static_cast<int64_t>(group.request) * p.num_new + which;
+        k = p.new_k + from * p.new_k_stride + dim;
+        v = p.new_v + from * p.new_v_stride + dim;
+      }
+    }
     const int row = ((token >> 1) & 1) * 8 + (token >> 2) * 2 + (token & 1);
     const uint32_t to = stage + row * kRowBytes + ((lane % kChunks ^ (row & 7)) << 4);
     const uint32_t bytes = token < group.valid ? 16 : 0;
-    copy_async(to, k + offset, bytes, policy);
-    copy_async(to + kHalfStage, v + offset, bytes, policy);
+    copy_async(to, k, bytes, policy);
+    copy_async(to + kHalfStage, v, bytes, policy);
+  };
+  if (group.valid < kGroupTokens + p.num_new && p.num_new > 0) {
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) copy(i, true);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) copy(i, false);
+  }
+}
+
+// Writes new K and V into the cache: this thread's part of it, 16 bytes of either at a time.
+__device__ __forceinline__ void store_new(const AttendParams& p, int num_ctas) {
+  const int of_token = p.num_kv_heads * kChunks;
+  const int total = p.batch * p.num_new * of_token;
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < total; i += num_ctas * kThreads) {
+    const int token = i / of_token, dim = i % of_token * 8;
+    const List list = p.plan.lists[token / p.num_new];
+    const int entry = list.length - p.num_new + token % p.num_new;
+    if (entry < 0) continue;
+    const int position = entry + list.base - list.count;
+    const int64_t slot = p.req_to_token[list.row * p.req_to_token_stride + position];
+    const auto k = *reinterpret_cast<const uint4*>(p.new_k + token * p.new_k_stride + dim);
+    const auto v = *reinterpret_cast<const uint4*>(p.new_v + token * p.new_v_stride + dim);
+    const int64_t to = slot * p.num_kv_heads * kHeadDim + dim;
+    *reinterpret_cast<uint4*>(p.k + to) = k;
+    *reinterpret_cast<uint4*>(p.v + to) = v;
   }
 }

@@ -43,6 +43,8 @@ class AttendParams(ctypes.Structure):
         ("q", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
+        ("new_k", c_void_p),
+        ("new_v", c_void_p),
         ("out", c_void_p),
         ("lse", c_void_p),
         ("req_to_token", c_void_p),
@@ -54,6 +56,8 @@ class AttendParams(ctypes.Structure):
         ("references", c_void_p),
         ("score_groups", c_void_p),
         ("q_stride", c_int64),
+        ("new_k_stride", c_int64),
+        ("new_v_stride", c_int64),
         ("req_to_token_stride", c_int64),
         ("score_head_stride", c_int64),
         ("max_count", c_int),
@@ -61,6 +65,7 @@ class AttendParams(ctypes.Structure):
         ("num_kv_heads", c_int),
         ("group", c_int),
         ("num_queries", c_int),
+        ("num_new", c_int),
         ("scale", c_float),
     ]
 

@@ -26,7 +26,6 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -80,7 +79,6 @@ __all__ = [
     "FutureMap",
     "GenerationBatchResult",
     "GrammarTree",
-    "KVWriteLoc",
     "LogitsProcessorOutput",
     "RadixAttention",
     "Req",

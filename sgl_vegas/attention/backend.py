@@ -11,7 +11,6 @@ from sgl_vegas.draft_input import VegasDraftInput
 from sgl_vegas.sglang_compat import (
     AttentionBackend,
     ForwardBatch,
-    KVWriteLoc,
     RadixAttention,
 )
 
@@ -93,10 +92,11 @@ class VegasAttentionBackend(AttentionBackend):
             return self.dense.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
-        if save_kv_cache:
-            self._write_kv(layer, forward_batch, k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = self.kernels.draft(layer.layer_id, queries, *self._caches(layer), layer.scaling)
+        new_kv = _new_kv(layer, k, v) if save_kv_cache else None
+        output = self.kernels.draft(
+            layer.layer_id, queries, new_kv, *self._caches(layer), layer.scaling
+        )
         return output.reshape(q.shape[0], -1)
 
     def forward_extend(
@@ -111,10 +111,9 @@ class VegasAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if forward_batch.forward_mode.is_target_verify():
-            if save_kv_cache:
-                self._write_kv(layer, forward_batch, k, v)
+            new_kv = _new_kv(layer, k, v) if save_kv_cache else None
             output = self.kernels.verify(
-                layer.layer_id, queries, *self._caches(layer), layer.scaling
+                layer.layer_id, queries, new_kv, *self._caches(layer), layer.scaling
             )
             return output.reshape(q.shape[0], -1)
         output = self.dense.forward_extend(
@@ -131,9 +130,11 @@ class VegasAttentionBackend(AttentionBackend):
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
         )
 
-    def _write_kv(
-        self, layer: RadixAttention, forward_batch: ForwardBatch, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        self.token_to_kv_pool.set_kv_buffer(
-            layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
-        )
+
+def _new_kv(
+    layer: RadixAttention, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+        v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+    )

@@ -11,6 +11,7 @@ from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissing
     Tables,
 )
 
+from sgl_vegas.attention.kernels import NewKV
 from sgl_vegas.attention.torch_kernels import TorchKernels
 from sgl_vegas.config import VegasConfig
 from sgl_vegas.selection.policy import SelectionPolicy
@@ -112,6 +113,7 @@ class CudaKernels:
         self,
         layer: int,
         q: torch.Tensor,
+        new_kv: NewKV,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scale: float,
@@ -126,6 +128,7 @@ class CudaKernels:
             layer,
             scale,
             out,
+            new_kv=new_kv,
         )
         return out
 
@@ -141,6 +144,7 @@ class CudaKernels:
         self,
         layer: int,
         q: torch.Tensor,
+        new_kv: NewKV,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scale: float,
@@ -158,6 +162,7 @@ class CudaKernels:
             out,
             scores=self._scores,
             layer=layer,
+            new_kv=new_kv,
         )
         if self._scores is not None:
             self._attended.record()

@@ -6,6 +6,10 @@ from typing import Protocol
 
 import torch
 
+# K and V of the queries' own positions, (num_queries, num_kv_heads, head_dim) each; None where the
+# model has written them into the caches.
+NewKV = tuple[torch.Tensor, torch.Tensor] | None
+
 
 class AttentionKernels(Protocol):
     """Attention over a paged KV pool with page size 1, and the making of tables.
@@ -32,11 +36,13 @@ class AttentionKernels(Protocol):
         self,
         layer: int,
         q: torch.Tensor,
+        new_kv: NewKV,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """q (batch_size, num_heads, head_dim), one query a request; returns q's shape, dtype."""
+        """Write new_kv into the caches and attend. q (batch_size, num_heads, head_dim), one query a
+        request; returns q's shape and dtype."""
         ...
 
     def begin_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None: ...
@@ -45,12 +51,14 @@ class AttentionKernels(Protocol):
         self,
         layer: int,
         q: torch.Tensor,
+        new_kv: NewKV,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """q (batch_size * num_draft_tokens, num_heads, head_dim), causal, over all KV; makes the
-        layer's tables from the first and the last query. Returns q's shape and dtype."""
+        """Write new_kv into the caches and attend: q (batch_size * num_draft_tokens, num_heads,
+        head_dim), causal, over all KV. Makes the layer's tables from the first and the last query.
+        Returns q's shape and dtype."""
         ...
 
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:

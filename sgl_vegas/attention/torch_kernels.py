@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sgl_vegas.attention.kernels import NewKV
 from sgl_vegas.attention.torch_reference import query_scores, sparse_decode, verify_attention
 from sgl_vegas.selection.policy import SelectionPolicy
 from sgl_vegas.tables.request_tables import RequestTables
@@ -53,11 +54,13 @@ class TorchKernels:
         self,
         layer: int,
         q: torch.Tensor,
+        new_kv: NewKV,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
         slots = [of_all_layers[layer] for of_all_layers in self._draft_slots]
+        self._write([of_request[-1:] for of_request in slots], new_kv, k_cache, v_cache)
         return sparse_decode(q, k_cache, v_cache, slots, scale)
 
     def begin_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -67,6 +70,7 @@ class TorchKernels:
         self,
         layer: int,
         q: torch.Tensor,
+        new_kv: NewKV,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         scale: float,
@@ -74,9 +78,13 @@ class TorchKernels:
         width = self._num_draft_tokens
         queries = q.unflatten(0, (-1, width))
         outputs = []
-        for i, (row, seq_len) in enumerate(zip(self._rows, self._seq_lens, strict=True)):
-            slots = self._req_to_token[row, : seq_len + width]
-            outputs.append(verify_attention(queries[i], k_cache[slots], v_cache[slots], scale))
+        slots = [
+            self._req_to_token[row, : seq_len + width]
+            for row, seq_len in zip(self._rows, self._seq_lens, strict=True)
+        ]
+        self._write([of_request[-width:] for of_request in slots], new_kv, k_cache, v_cache)
+        for i, used in enumerate(slots):
+            outputs.append(verify_attention(queries[i], k_cache[used], v_cache[used], scale))
         self.select(layer, queries[:, [0, -1]], k_cache, scale, num_verified=width)
         return torch.cat(outputs)
 
@@ -123,6 +131,17 @@ class TorchKernels:
                 scores = query_scores(queries[i], k_cache[slots], visible.to(slots.device), scale)
             positions = self._policy.select(layer, scores, seq_len, queries.device)
             self._tables.put(layer, row, seq_len, positions)
+
+    def _write(
+        self,
+        slots: list[torch.Tensor],
+        new_kv: NewKV,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> None:
+        if new_kv is not None:
+            to = torch.cat(slots).long()
+            k_cache[to], v_cache[to] = new_kv
 
     def _begin(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._rows: list[int] = rows.tolist()

@@ -183,6 +183,79 @@ def test_sparse(lengths, head_dim, num_kv_heads, group, dtype, wild):
             check_sparse(case, tables, layer, step)
 
 
+def take_out_new(case: Case, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of num_queries positions of each request, strided as in a qkv projection; in the
+    caches there are NaNs in their places. Padding requests share a slot, which stays as it is."""
+    taken = []
+    for cache in (case.k_cache, case.v_cache):
+        num_kv_heads, head_dim = cache.shape[1:]
+        shape = (case.q.shape[0], num_kv_heads + 3, head_dim)
+        wide = torch.full(shape, POISON, device=DEVICE, dtype=cache.dtype)
+        for request, start in enumerate(first):
+            for i in range(case.num_queries):
+                slot = int(case.slots(request)[max(start + i, 0)])
+                wide[request * case.num_queries + i, 1:-2] = cache[slot]
+                if case.rows[request] != 0:
+                    cache[slot] = POISON
+        taken.append(wide[:, 1:-2])
+    return taken[0], taken[1]
+
+
+def own_slots(case: Case) -> None:
+    """Requests share no slots, since they write."""
+    width = case.req_to_token.shape[1]
+    num_slots = case.rows.shape[0] * width + 2
+    order = torch.randperm(num_slots - 2, device=DEVICE).int() + 1
+    case.req_to_token[case.rows] = order.view(-1, width)
+    case.req_to_token[0] = 0
+    shape = (num_slots, *case.k_cache.shape[1:])
+    case.k_cache = torch.randn(shape, device=DEVICE).to(case.q.dtype)
+    case.v_cache = torch.randn(shape, device=DEVICE).to(case.q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "num_queries"),
+    [(128, 2, 4, 7), (64, 2, 8, 7), (128, 1, 16, 8), (128, 2, 4, 1), (64, 3, 3, 16)],
+)
+def test_new_kv_is_used_and_stored(head_dim, num_kv_heads, group, num_queries):
+    torch.manual_seed(3)
+    case = make_case(
+        [*EDGES, -1, 5000], num_queries, num_kv_heads * group, num_kv_heads, head_dim, BF16
+    )
+    own_slots(case)
+    attention = attention_for(case)
+    before = [case.k_cache.clone(), case.v_cache.clone()]
+    new = take_out_new(case, case.seq_lens.tolist())
+    attention.plan_dense(case.seq_lens, case.rows, case.num_queries)
+    attention.dense(
+        *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.scale, case.out), new_kv=new
+    )
+    for cache, expected in zip((case.k_cache, case.v_cache), before, strict=True):
+        assert torch.equal(cache[1:], expected[1:])
+    check_dense(attention, case)
+
+
+def test_new_kv_of_drafts():
+    torch.manual_seed(4)
+    case = make_case([*EDGES, -1, 9000], 1, 12, 3, 128, BF16)
+    own_slots(case)
+    tables = random_tables(case, num_layers=2, max_k=700)
+    attention = attention_for(case)
+    for step in (0, 3):
+        before = [case.k_cache.clone(), case.v_cache.clone()]
+        new = take_out_new(case, (case.seq_lens + step).tolist())
+        attention.plan_sparse(case.seq_lens, case.rows, tables, step)
+        case.out.fill_(POISON)
+        attention.sparse(
+            *(case.q, case.k_cache, case.v_cache, case.req_to_token, tables),
+            *(1, case.scale, case.out),
+            new_kv=new,
+        )
+        for cache, expected in zip((case.k_cache, case.v_cache), before, strict=True):
+            assert torch.equal(cache[1:], expected[1:])
+        check_sparse(case, tables, 1, step)
+
+
 def test_graph_follows_lengths():
     """Captured once, replayed with other lengths and tables."""
     torch.manual_seed(2)

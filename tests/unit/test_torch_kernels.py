@@ -106,7 +106,7 @@ def collect(policy: SelectionPolicy, pool: Pool, num_verified: int) -> list[Sele
             first_and_last = pool.queries[layer]
             queries = torch.full((len(ROWS), num_verified, HEADS, DIM), float("nan"))
             queries[:, 0], queries[:, -1] = first_and_last[:, 0], first_and_last[:, 1]
-            kernels.verify(layer, queries.flatten(0, 1), cache, cache, SCALE)
+            kernels.verify(layer, queries.flatten(0, 1), None, cache, cache, SCALE)
         else:
             kernels.prefill(layer, pool.queries[layer][:, 0], cache, cache, SCALE)
     return [
@@ -193,14 +193,31 @@ def attention_of(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) 
     return torch.stack(outputs)
 
 
-def test_verify_attends_to_everything_before_each_query() -> None:
+def take_out(pool: Pool, layer: int, first: list[int], count: int) -> torch.Tensor:
+    """`count` positions' keys of each request, and NaN in their places: (requests * count, ...)."""
+    taken = []
+    for row, keys, start in zip(ROWS, pool.keys_of[layer], first, strict=True):
+        slots = pool.req_to_token[row, start : start + count].long()
+        pool.caches[layer][slots] = float("nan")
+        taken.append(keys[start : start + count])
+    return torch.cat(taken)
+
+
+@pytest.mark.parametrize("in_cache", [False, True])
+def test_verify_attends_to_everything_before_each_query(in_cache: bool) -> None:
     width = 4
     pool = Pool(width, seed=5)
     tables = RequestTables(NUM_LAYERS, 6, 256, "cpu")
     kernels = TorchKernels(build_policy(CONFIG), tables, pool.req_to_token, width)
     kernels.begin_verify(torch.tensor(ROWS), torch.tensor(SEQ_LENS))
     queries = torch.randn(len(ROWS) * width, HEADS, DIM, generator=torch.Generator().manual_seed(6))
-    got = kernels.verify(1, queries, pool.caches[1], pool.caches[1], SCALE)
+    before = pool.caches[1].clone()
+    new = None
+    if not in_cache:
+        taken = take_out(pool, 1, SEQ_LENS, width)
+        new = (taken, taken)
+    got = kernels.verify(1, queries, new, pool.caches[1], pool.caches[1], SCALE)
+    torch.testing.assert_close(pool.caches[1], before, rtol=0, atol=0, equal_nan=True)
     for i, seq_len in enumerate(SEQ_LENS):
         for j in range(width):
             keys = pool.keys_of[1][i][: seq_len + j + 1]
@@ -223,7 +240,12 @@ def test_drafts_attend_to_the_table_and_what_came_after(dense: bool) -> None:
         kernels.begin_draft(torch.tensor(ROWS), torch.tensor(SEQ_LENS), step, dense)
         queries = torch.randn(len(ROWS), HEADS, DIM, generator=generator)
         for layer in range(NUM_LAYERS):
-            got = kernels.draft(layer, queries, pool.caches[layer], pool.caches[layer], SCALE)
+            first = [seq_len + step for seq_len in SEQ_LENS]
+            before = pool.caches[layer].clone()
+            taken = take_out(pool, layer, first, 1)
+            new = (taken, taken)
+            got = kernels.draft(layer, queries, new, pool.caches[layer], pool.caches[layer], SCALE)
+            torch.testing.assert_close(pool.caches[layer], before, rtol=0, atol=0, equal_nan=True)
             for i, (row, seq_len) in enumerate(zip(ROWS, SEQ_LENS, strict=True)):
                 recent = range(0 if dense else seq_len - 3, seq_len + step + 1)
                 positions = [*recent] if dense else [*chosen[row, layer].tolist(), *recent]
