@@ -105,6 +105,9 @@ class Bench:
         self.caches = [(normal(*kv_shape), normal(*kv_shape)) for _ in range(shape.caches)]
         heads = (shape.num_heads, shape.head_dim)
         self.q = normal(batch * shape.num_queries, *heads)
+        new_shape = (batch * shape.num_queries, shape.num_kv_heads, shape.head_dim)
+        self.new_kv = normal(*new_shape), normal(*new_shape)
+        self.new_kv1 = self.new_kv[0][:batch], self.new_kv[1][:batch]
         self.out = torch.empty_like(self.q)
         self.q1, self.out1 = normal(batch, *heads), torch.empty_like(self.q[:batch])
         args = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
@@ -129,7 +132,7 @@ class Bench:
         layer = i % self.shape.caches
         self.verify.dense(
             *(self.q, *self.caches[layer], self.req_to_token, self.scale, self.out),
-            *(scores, layer),
+            *(scores, layer, self.new_kv),
         )
 
     def select(self, i: int) -> None:
@@ -152,7 +155,7 @@ class Bench:
         layer = i % self.shape.caches
         self.draft.sparse(
             *(self.q1, *self.caches[layer], self.req_to_token, self.tables),
-            *(layer, self.scale, self.out1),
+            *(layer, self.scale, self.out1, self.new_kv1),
         )
 
     def dense_one(self, i: int) -> None:

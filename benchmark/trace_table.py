@@ -2,7 +2,8 @@
 
     python benchmark/trace_table.py TRACE.json.gz [--steps 4]
 
-Kernels are grouped by what they do; `idle` is the time in which no kernel ran. A trace comes from
+Kernels are grouped by what they do; `idle` is the time in which no kernel ran. Kernels of different
+streams may overlap, so that shares of the time sum up to more than 100%. A trace comes from
 `benchmark/serving.py --profile FOLDER`.
 """
 
@@ -66,15 +67,18 @@ def read_kernels(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if event.get("cat") in kinds]
 
 
+def wall_us(events: list[dict[str, Any]]) -> float:
+    """From the first kernel's start to the last one's end."""
+    return max(event["ts"] + event["dur"] for event in events) - min(e["ts"] for e in events)
+
+
 def summarise(events: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
     """Group -> (microseconds, kernels), and `idle` with none."""
     groups: dict[str, list[float]] = defaultdict(list)
     for event in events:
         groups[group_of(event["name"])].append(event["dur"])
-    first = min(event["ts"] for event in events)
-    last = max(event["ts"] + event["dur"] for event in events)
     rows = {name: (sum(times), len(times)) for name, times in groups.items()}
-    rows["idle"] = (last - first - busy_us(events), 0)
+    rows["idle"] = (wall_us(events) - busy_us(events), 0)
     return dict(sorted(rows.items(), key=lambda item: -item[1][0]))
 
 
@@ -83,8 +87,8 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--steps", type=int, default=4, help="iterations in the trace")
     options = parser.parse_args()
-    rows = summarise(read_kernels(options.trace))
-    total = sum(us for us, _ in rows.values())
+    events = read_kernels(options.trace)
+    rows, total = summarise(events), wall_us(events)
     print(f"{'':26} {'ms an iteration':>15} {'share':>6} {'kernels':>8}")
     for name, (us, count) in rows.items():
         ms = us / 1e3 / options.steps

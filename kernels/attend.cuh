@@ -4,8 +4,8 @@
 // pair. Rows of the score matrix are a pair's (query, head of the group), query-major. A stream is
 // kRowWarps warps that share a ring of KV in shared memory; stream i takes every kStreams-th group
 // of 16 entries, with its own maxima, sums and outputs, so that the main loop has no CTA barrier.
-// At a segment's end the streams' results are merged and written to the workspace, and the pieces of
-// a pair by its last segment or a kernel of their own: combine.cuh.
+// At a segment's end the streams' results are merged. A whole pair's go to the output, a piece's to the
+// workspace, where the last CTA of the pair or a kernel of its own merges them: combine.cuh.
 //
 // Token t = 4q + 2j + b of a group of 16 lies in ring row 8j + 2q + b, so that a thread's four
 // scores of a row are those of four neighbouring tokens.
@@ -29,7 +29,7 @@ struct ScoreRow {
 // from 0 to 15. Rounding goes by the weight itself, up from 1.5 times a power of two. decode in
 // selection.cu is the inverse.
 __device__ __forceinline__ uint16_t encode(float factor, float a, float b, float c, float d) {
-  // The exponent, and what of the mantissa clamping to a byte leaves.
+  // The exponent in the upper 4 bits of a byte, saturated.
   const auto byte = [factor](float weight) {
     return (__float_as_int(weight * factor) - (127 << 23) + (1 << 22)) >> 19;
   };
@@ -364,10 +364,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const bool whole = segment.tiles() == pair_tiles;
     const int pair = at.request * p.num_kv_heads + at.head;
     const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kRows;
-    const auto stat_of = [stats](int r) {
-      float top = kNoMaximum, total = 0.f;
+    const auto top_of = [stats](int r) {
+      float top = kNoMaximum;
 #pragma unroll
       for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
+      return top;
+    };
+    const auto stat_of = [stats, top_of](int r) {
+      const float top = top_of(r);
+      float total = 0.f;
 #pragma unroll
       for (int i = 0; i < kStreams; ++i) {
         const float2 one = stats[i * kRows + r];
@@ -381,10 +386,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
-        float top = kNoMaximum;
-#pragma unroll
-        for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
-        const float factor = exp2_fast(maximum[m][half] - top);
+        const float factor = exp2_fast(maximum[m][half] - top_of(r));
 #pragma unroll 1
         for (int quarter = 0; quarter < 2; ++quarter) {
           const int first_row = m * 16 + half * 8 + quarter * kMergeRows;  // of each row warp's

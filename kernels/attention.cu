@@ -31,8 +31,8 @@ auto sparse_kernel() -> void (*)(AttendParams) {
 extern "C" {
 
 // Loads the kernels (which a graph capture couldn't) and says how many CTAs the device runs at once,
-// rows that a workspace slot has, and tokens of a tile.
-int vegas_prepare(int device, int* num_ctas, int* slot_rows, int* tile_tokens) {
+// rows that a workspace slot has, and how large the parameters are.
+int vegas_prepare(int device, int* num_ctas, int* slot_rows, int* attend_bytes, int* plan_bytes) {
   cudaError_t error = cudaSetDevice(device);
   int ctas = kCtas, processors = 0;
   if (error == cudaSuccess) error = prepare(attend_kernel<false, false>, &ctas);
@@ -46,7 +46,8 @@ int vegas_prepare(int device, int* num_ctas, int* slot_rows, int* tile_tokens) {
   }
   *num_ctas = ctas * processors;
   *slot_rows = kRows;
-  *tile_tokens = kTileTokens;
+  *attend_bytes = sizeof(AttendParams);
+  *plan_bytes = sizeof(PlanParams);
   return error;
 }
 

@@ -65,7 +65,7 @@ class Instance:
 
 
 def shared_bytes(head_dim: int, row_tiles: int, row_warps: int, stages: int) -> int:
-    """What attend.cuh's kSharedBytes says."""
+    """What params.cuh's kSharedBytes says."""
     streams, rows = WARPS // row_warps, 16 * row_tiles * row_warps
     ring = streams * stages * 2 * 16 * head_dim * 2
     merge = WARPS * 4 * (head_dim + 8) * 4

@@ -6,10 +6,12 @@ verification emit its scores and selects each layer's most attended positions.
 
 Nothing here waits for the device or allocates after construction, lengths are read on the device
 only, and buffers never move: all of it can be captured in CUDA graphs. A graph is captured for one
-batch size and one number of queries, and replays with any lengths. One stream at a time.
+batch size and one number of queries, and replays with any lengths. Calls are for one stream at a
+time, but a layer's `select` may run on another: it reads the attention's `lse`, the plan's sizes
+and the scores, so that the next `dense` waits for it.
 
-Row 0 of `req_to_token` is the padding row: any number of requests may use it, and nothing is
-selected for it.
+Row 0 of `req_to_token` is the padding row: any number of requests may use it, nothing is selected
+for it, and what its slots hold, which new K and V of all of them go to, nobody reads.
 """
 
 from __future__ import annotations
@@ -376,9 +378,13 @@ class ScoreCollector:
         (self._library,) = load(
             [Source("selection.cu", (), torch.cuda.get_device_capability(device))]
         )
-        blocks = ctypes.c_int()
-        error = self._library.vegas_prepare(device.index, ctypes.byref(blocks))
+        blocks, begin_bytes, select_bytes = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        error = self._library.vegas_prepare(
+            device.index, *map(ctypes.byref, (blocks, begin_bytes, select_bytes))
+        )
         check(self._library, error, "prepare")
+        assert begin_bytes.value == ctypes.sizeof(structs.BeginParams)
+        assert select_bytes.value == ctypes.sizeof(structs.SelectParams)
         self._num_blocks = blocks.value
 
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -530,13 +536,16 @@ def _stream(device: torch.device) -> ctypes.c_void_p:
 
 
 def _prepare(instance: Instance, library: ctypes.CDLL, device: int) -> _Loaded:
-    num_ctas, slot_rows, tile_tokens = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    num_ctas, slot_rows = ctypes.c_int(), ctypes.c_int()
+    attend_bytes, plan_bytes = ctypes.c_int(), ctypes.c_int()
     error = library.vegas_prepare(
-        device, ctypes.byref(num_ctas), ctypes.byref(slot_rows), ctypes.byref(tile_tokens)
+        device, *map(ctypes.byref, (num_ctas, slot_rows, attend_bytes, plan_bytes))
     )
     check(library, error, "prepare")
     if num_ctas.value == 0 or slot_rows.value != instance.rows:
         raise RuntimeError(f"the device can't hold VEGAS's attention kernel {instance}")
+    assert attend_bytes.value == ctypes.sizeof(structs.AttendParams)
+    assert plan_bytes.value == ctypes.sizeof(structs.PlanParams)
     return _Loaded(instance, library, num_ctas.value, slot_rows.value)
 
 

@@ -12,7 +12,6 @@
 
 #include <cstdint>
 
-
 // A request's part in the pass.
 struct Collection {
   int length;       // tokens to rank; 0: nothing is collected
@@ -50,11 +49,11 @@ struct __align__(16) ScoreGroups {
 struct Selection {
   Collection* collections;    // max_batch
   ScoreGroups* score_groups;  // max_batch
-  Share* shares;            // a block's
-  LayerState* states;       // max_batch
-  unsigned* histograms;     // (max_batch, 4096), zeros between layers
-  uint16_t* keys;           // a token's, (groups * 16,)
-  const uint8_t* scores;    // (num_kv_heads, groups, which query and head, 8)
+  Share* shares;              // a block's
+  LayerState* states;         // max_batch
+  unsigned* histograms;       // (max_batch, 4096), zeros between layers
+  uint16_t* keys;             // a token's, (groups * 16,)
+  const uint8_t* scores;      // (num_kv_heads, groups, which query and head, 8)
 };
 
 struct BeginParams {
@@ -226,17 +225,19 @@ __device__ ScoreRow score_row(const SelectParams& p, int request, int64_t row, i
 // Tokens kToken and kToken + 4 of the 8 in a word as halves: 0, or 2^(n - 15) for n from 1 to 15.
 template <int kToken>
 __device__ __forceinline__ __half2 decode(uint32_t word) {
-  constexpr int kShift = 10 - 4 * kToken;
-  const uint32_t halves = (kShift >= 0 ? word << max(kShift, 0) : word >> max(-kShift, 0)) & 0x3C003C00;
+  // The nibble goes to the exponent's lower 4 bits.
+  constexpr int kLeft = 10 - 4 * kToken;
+  if constexpr (kLeft >= 0) word <<= kLeft;
+  else word >>= -kLeft;
+  const uint32_t halves = word & 0x3C003C00;
   return *reinterpret_cast<const __half2*>(&halves);
 }
 
-// Infinite, or no number where scores were clamped: very heavy.
+// An infinite weight, a sum of clamped ones, is very heavy.
 __device__ __forceinline__ int key_of(__half weight) {
   const float w = __half2float(weight);
-  if (!(w <= 65504.f)) return kBins - 1;
-  const int key =
-      static_cast<int>((__log2f(w) - kLowestOctave) * kBinsPerOctave);
+  if (w > 65504.f) return kBins - 1;
+  const int key = static_cast<int>((__log2f(w) - kLowestOctave) * kBinsPerOctave);
   return min(max(key, 0), kBins - 1);
 }
 
@@ -446,8 +447,9 @@ __global__ void __launch_bounds__(256) reference_kernel(const SelectParams p) {
 
 extern "C" {
 
-// Loads the kernels, which a graph capture couldn't, and says how many blocks share a layer's work.
-int vegas_prepare(int device, int* num_blocks) {
+// Loads the kernels, which a graph capture couldn't, and says how many blocks share a layer's work and
+// how large the parameters are.
+int vegas_prepare(int device, int* num_blocks, int* begin_bytes, int* select_bytes) {
   cudaError_t error = cudaSetDevice(device);
   cudaFuncAttributes attributes;
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, begin_kernel);
@@ -458,6 +460,8 @@ int vegas_prepare(int device, int* num_blocks) {
     error = cudaDeviceGetAttribute(num_blocks, cudaDevAttrMultiProcessorCount, device);
   }
   *num_blocks *= 2;
+  *begin_bytes = sizeof(BeginParams);
+  *select_bytes = sizeof(SelectParams);
   return error;
 }
 

@@ -131,6 +131,8 @@ class VegasWorker(BaseSpecWorker):
         runner = self.model_runner
         req_to_token = runner.req_to_token_pool.req_to_token
         assert len(req_to_token) <= len(self.tables.counts), "more request rows than tables"
+        # Padded rows of a verify graph write their K and V there: into slot 0, which nobody reads.
+        assert not req_to_token[0].any(), "row 0 isn't for padding"
         kernel_arguments = (
             self.policy,
             self.tables,
@@ -279,6 +281,8 @@ class VegasWorker(BaseSpecWorker):
                 batch=None, forward_batch=forward_batch, is_verify=True
             )
             self._mark("verified")
+            # It would say that rows may change hands, while the pass still writes through them.
+            assert self.model_runner.war_fastpath_read_done_event is None
             verified = accept(
                 batch,
                 candidates,

@@ -9,6 +9,7 @@ import torch
 from sgl_vegas_kernels import reference  # pyright: ignore[reportMissingImports]
 from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissingImports]
     PagedAttention,
+    ScoreCollector,
     Tables,
 )
 
@@ -217,27 +218,42 @@ def own_slots(case: Case) -> None:
     ("head_dim", "num_kv_heads", "group", "num_queries"),
     [(128, 2, 4, 7), (64, 2, 8, 7), (128, 1, 16, 8), (128, 2, 4, 1), (64, 3, 3, 16)],
 )
-def test_new_kv_is_used_and_stored(head_dim, num_kv_heads, group, num_queries):
+# Of the second and third, fewer tiles than CTAs.
+@pytest.mark.parametrize("lengths", [[*EDGES, -1, 5000], [5], [-1, 300, 0]])
+@pytest.mark.parametrize(("dtype", "collects"), [(BF16, False), (BF16, True), (FP16, False)])
+def test_new_kv_is_used_and_stored(
+    head_dim, num_kv_heads, group, num_queries, lengths, dtype, collects
+):
     torch.manual_seed(3)
-    case = make_case(
-        [*EDGES, -1, 5000], num_queries, num_kv_heads * group, num_kv_heads, head_dim, BF16
-    )
+    case = make_case(lengths, num_queries, num_kv_heads * group, num_kv_heads, head_dim, dtype)
     own_slots(case)
     attention = attention_for(case)
     before = [case.k_cache.clone(), case.v_cache.clone()]
     new = take_out_new(case, case.seq_lens.tolist())
     attention.plan_dense(case.seq_lens, case.rows, case.num_queries)
+    scores = None
+    if collects:
+        num_rows = case.req_to_token.shape[0]
+        tables = random_tables(case, num_layers=1, max_k=2048)
+        scores = ScoreCollector(
+            *(1, num_rows, num_kv_heads * group, num_kv_heads, 1 << 16, len(lengths)),
+            *(0.07, 16, 2048, DEVICE),
+        )
+        scores.begin(case.seq_lens, case.rows, tables)
     attention.dense(
-        *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.scale, case.out), new_kv=new
+        *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.scale, case.out),
+        scores=scores,
+        new_kv=new,
     )
     for cache, expected in zip((case.k_cache, case.v_cache), before, strict=True):
         assert torch.equal(cache[1:], expected[1:])
     check_dense(attention, case)
 
 
-def test_new_kv_of_drafts():
+@pytest.mark.parametrize("lengths", [[*EDGES, -1, 9000], [70]])
+def test_new_kv_of_drafts(lengths):
     torch.manual_seed(4)
-    case = make_case([*EDGES, -1, 9000], 1, 12, 3, 128, BF16)
+    case = make_case(lengths, 1, 12, 3, 128, BF16)
     own_slots(case)
     tables = random_tables(case, num_layers=2, max_k=700)
     attention = attention_for(case)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.trace_table import read_kernels, summarise
+from benchmark.trace_table import read_kernels, summarise, wall_us
 
 KERNELS = [
     ("void attend_kernel<false, true>(AttendParams)", 0, 100),
@@ -32,6 +32,10 @@ def trace(tmp_path: Path) -> Path:
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
     return path
+
+
+def test_wall_time_counts_overlapping_kernels_once(trace: Path) -> None:
+    assert wall_us(read_kernels(trace)) == 175
 
 
 def test_time_by_group_and_idle_time(trace: Path) -> None:

@@ -1,0 +1,72 @@
+"""A verify pass as the server runs it: each layer's selection beside what follows its attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sgl_vegas_kernels import reference  # pyright: ignore[reportMissingImports]
+
+from sgl_vegas.attention.cuda_kernels import CudaKernels, CudaWorkspace
+from sgl_vegas.config import VegasConfig
+from sgl_vegas.selection.policy import build_policy
+from sgl_vegas.tables.request_tables import RequestTables
+from tests.kernel.paged_cases import DEVICE, make_case
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, DIM, QUERIES, LAYERS = 8, 2, 128, 7, 6
+# So long that a layer's selection is still running when the next layer's attention could begin.
+LENGTHS = [40000, 30000, 100, -1]
+CONFIG = VegasConfig(num_steps=QUERIES - 1, sparsity_ratio=0.05, min_tokens=16)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_every_layer_selects_by_its_own_scores(in_graph: bool) -> None:
+    case = make_case(LENGTHS, QUERIES, HEADS, KV_HEADS, DIM, torch.bfloat16)
+    policy = build_policy(CONFIG)
+    tables = RequestTables(LAYERS, len(LENGTHS) + 3, CONFIG.budget(max(LENGTHS)), DEVICE)
+    layer = SimpleNamespace(tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=DIM)
+    workspace = CudaWorkspace(
+        [layer] * LAYERS, tables, CONFIG, policy, sum(LENGTHS) + 1, case.q.dtype
+    )
+    kernels = CudaKernels(workspace, policy, tables, case.req_to_token, QUERIES)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    queries = [
+        torch.randn(case.q.shape, generator=generator, device=DEVICE).mul(2).to(case.q.dtype)
+        for _ in range(LAYERS)
+    ]
+
+    def run() -> None:
+        kernels.begin_verify(case.rows, case.seq_lens)
+        for i, q in enumerate(queries):
+            kernels.verify(i, q, None, case.k_cache, case.v_cache, case.scale)
+
+    run()  # gives references that fit
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        tables.positions.fill_(-1)
+        graph.replay()
+    else:
+        tables.positions.fill_(-1)
+        run()
+
+    for request, length in enumerate(LENGTHS):
+        row = int(case.rows[request])
+        k = reference.table_size(length, CONFIG.sparsity_ratio, CONFIG.min_tokens, 1 << 30)
+        assert int(tables.counts[row]) == (k if row else 0)
+        if row == 0:
+            continue
+        for i, q in enumerate(queries):
+            own = q[request * QUERIES : (request + 1) * QUERIES]
+            _, _, weights = reference.dense(
+                *(own, case.k_cache, case.v_cache, case.slots(request), length, case.scale)
+            )
+            weights = reference.selection_weights(weights, length)
+            chosen = tables.positions[i, row, :k].long()
+            assert chosen.unique().shape[0] == k
+            # Another layer's queries would choose about as well as chance, 0.05 of the positions.
+            assert weights[chosen].sum() >= 0.96 * weights.topk(k).values.sum()
