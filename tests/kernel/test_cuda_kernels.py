@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,17 @@ from tests.kernel.paged_cases import DEVICE, make_case
 pytestmark = pytest.mark.gpu
 
 HEADS, KV_HEADS, DIM, QUERIES, LAYERS = 8, 2, 128, 7, 6
-# So long that a layer's selection is still running when the next layer's attention could begin.
-LENGTHS = [40000, 30000, 100, -1]
+LENGTHS = [4000, 3000, 100, -1]
+# About a millisecond: many times what the next layer's attention takes.
+SLEEP_CYCLES = 2_000_000
 CONFIG = VegasConfig(num_steps=QUERIES - 1, sparsity_ratio=0.05, min_tokens=16)
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-def test_every_layer_selects_by_its_own_scores(in_graph: bool) -> None:
+def test_every_layer_selects_by_its_own_scores(
+    in_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the selection is."""
     case = make_case(LENGTHS, QUERIES, HEADS, KV_HEADS, DIM, torch.bfloat16)
     policy = build_policy(CONFIG)
     tables = RequestTables(LAYERS, len(LENGTHS) + 3, CONFIG.budget(max(LENGTHS)), DEVICE)
@@ -31,6 +36,15 @@ def test_every_layer_selects_by_its_own_scores(in_graph: bool) -> None:
     workspace = CudaWorkspace(
         [layer] * LAYERS, tables, CONFIG, policy, sum(LENGTHS) + 1, case.q.dtype
     )
+    scores = workspace.scores
+    assert scores is not None
+    select = scores.select
+
+    def late_select(*args: Any) -> None:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        select(*args)
+
+    monkeypatch.setattr(scores, "select", late_select)
     kernels = CudaKernels(workspace, policy, tables, case.req_to_token, QUERIES)
     generator = torch.Generator(DEVICE).manual_seed(1)
     queries = [
