@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sgl_vegas.attention.kernels import AttentionKernels
+from sgl_vegas.attention.kernels import AttentionKernels, NewKV
 from sgl_vegas.draft_input import VegasDraftInput
 from sgl_vegas.sglang_compat import (
     AttentionBackend,
@@ -93,7 +93,7 @@ class VegasAttentionBackend(AttentionBackend):
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        new_kv = _new_kv(layer, k, v) if save_kv_cache else None
+        new_kv = _new_kv(layer, k, v, save_kv_cache)
         output = self.kernels.draft(
             layer.layer_id, queries, new_kv, *self._caches(layer), layer.scaling
         )
@@ -111,7 +111,7 @@ class VegasAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if forward_batch.forward_mode.is_target_verify():
-            new_kv = _new_kv(layer, k, v) if save_kv_cache else None
+            new_kv = _new_kv(layer, k, v, save_kv_cache)
             output = self.kernels.verify(
                 layer.layer_id, queries, new_kv, *self._caches(layer), layer.scaling
             )
@@ -131,9 +131,9 @@ class VegasAttentionBackend(AttentionBackend):
         )
 
 
-def _new_kv(
-    layer: RadixAttention, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_kv(layer: RadixAttention, k: torch.Tensor, v: torch.Tensor, save_kv_cache: bool) -> NewKV:
+    if not save_kv_cache:
+        return None
     return (
         k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
         v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
