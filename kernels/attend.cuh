@@ -14,16 +14,31 @@
 #include "params.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
+#include "scores.cuh"
 #include "segments.cuh"
 
 // A row's maximum may lag behind, while four of its weights relative to it sum up to no more.
 constexpr float kMaximumSlack = 256.f;
 
-// Where a row's scores go in a group of `scores`, and the exponent that they get.
-struct ScoreRow {
-  float shift;  // -reference - the request's lowest exponent
-  int offset;   // -1: nowhere
-};
+// Starts this warp's share of copying a group's K and V into a stage.
+__device__ __forceinline__ void start_copies(const AttendParams& p, const Group& group,
+                                             uint32_t stage, int row_warp, int lane,
+                                             uint64_t policy) {
+  constexpr int kTokensAtOnce = 32 / kChunks;
+  constexpr int kShare = kGroupTokens / kRowWarps;
+  static_assert(kShare % kTokensAtOnce == 0, "a warp copies whole instructions");
+  const int dim = group.head_set * kHeadDim + lane % kChunks * 8;
+  for_copies<kShare / kTokensAtOnce>(p, group, [&](int i, bool any_new) {
+    const int token = row_warp * kShare + i * kTokensAtOnce + lane / kChunks;
+    const int slot = __shfl_sync(~0u, group.index, token);
+    const Sources from = sources(p, group, slot, token, dim, any_new);
+    const int row = ((token >> 1) & 1) * 8 + (token >> 2) * 2 + (token & 1);
+    const uint32_t to = stage + row * kRowBytes + ((lane % kChunks ^ (row & 7)) << 4);
+    const uint32_t bytes = token < group.valid ? 16 : 0;
+    copy_async(to, from.k, bytes, policy);
+    copy_async(to + kHalfStage, from.v, bytes, policy);
+  });
+}
 
 // Four neighbouring tokens' scores as 4 bits each, the lowest first: round(log2(weight * factor)),
 // from 0 to 15. Rounding goes by the weight itself, up from 1.5 times a power of two. decode in
@@ -71,9 +86,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
     for (int block = 0; block < 2 * kRowTiles; ++block) {
       const int r = row_warp * kWarpRows + block * 8;
-      const bool first = r < p.group;
-      const bool last = r + 8 > (p.num_queries - 1) * p.group && r < rows_used;
-      scored_blocks |= (first || last) << block;
+      scored_blocks |= has_scores(p, r) << block;
     }
   }
 
@@ -83,24 +96,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   if (segment.remaining == 0) return;
 
   // Fill the ring but for one stage, and have the slots of the group after, and the positions of the
-  // one after that. All of the first segment's, so that loads of a kind are on their way together:
-  // the compiler keeps them so where there is a barrier.
+  // one after that.
   Lookahead<kSparse> lookahead{segment, 0, 0};
   lookahead.open(stream);
   int padding = max(kStages + 1 - lookahead.groups, 0);
   Group groups[kStages + 1];
-  int loaded[kStages + 1];
-#pragma unroll
-  for (int s = 0; s <= kStages; ++s) {
-    groups[s] = lookahead.take(lane);
-    loaded[s] = lookahead.load(p, groups[s]);
-  }
-  __syncwarp();
-#pragma unroll
-  for (int s = 0; s <= kStages; ++s) groups[s] = lookahead.position(groups[s], loaded[s]);
-#pragma unroll
-  for (int s = 0; s < kStages; ++s) groups[s] = slots(p, groups[s]);
-  __syncwarp();
+  first_groups(p, lookahead, lane, groups);
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
     start_copies(p, groups[s], ring + s * kStageBytes, row_warp, lane, policy);
@@ -120,20 +121,18 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                                       (r - query * p.group) * kHeadDim + lane % kChunks * 8
                                 : -1;
   }
-  // The first and the last segment may be parts of pairs.
-  Part first_part{}, last_part{};
-  int first_done = 0;  // thread 0: how many of the first's pair were done before
+  Parts parts;
+  const bool merges_in_place = rows_used <= kMaxRowsInPlace;
 
   for (; segment.tiles() > 0; segment.next(p)) {
     const CtaStart& at = segment.at;
     const List& list = at.list;
-    const int64_t row = list.row;
     const int first_token = segment.first_entry(stream);
     const int steps = segment.groups(stream);
 
     // Queries, zeros in the rows that pad.
     const Element* const q = p.q + static_cast<int64_t>(at.request) * p.num_queries * p.q_stride +
-                             at.head * p.group * kHeadDim;
+                             at.head_set * p.group * kHeadDim;
     uint4 shares[kShares];
 #pragma unroll
     for (int i = 0; i < kShares; ++i) {
@@ -151,33 +150,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     uint8_t* score_at = nullptr;
     int score_step_bytes = 0;
     if (kScores) {
-      const int4 groups = p.score_groups[at.request];
-      const int kinds = p.num_queries > 1 ? 2 * p.group : p.group;
       const int first_group = first_token / kGroupTokens;
-      score_steps = div_up(max(groups.y - first_group, 0), kStreams);
-      score_step_bytes = kStreams * kinds * (kGroupTokens / 2);
-      score_at = p.scores + at.head * p.score_head_stride +
-                 static_cast<int64_t>(groups.x + first_group) * kinds * (kGroupTokens / 2) +
-                 quad * 2;
-      // In shared memory: a reference that the loop got from global memory would make its first use
-      // wait for the loop's own loads from there.
+      const ScorePlace place = score_place(p, at, at.head_set);
+      score_steps = div_up(max(place.groups - first_group, 0), kStreams);
+      score_step_bytes = kStreams * place.group_bytes;
+      score_at = place.at + static_cast<int64_t>(first_group) * place.group_bytes + quad * 2;
       for (int r = threadIdx.x; r < kRows; r += kThreads) {
-        const int from_last = r - (p.num_queries - 1) * p.group;
-        int kind = -1, which = 0, head = r;
-        if (r < p.group) {
-          kind = r;
-        } else if (from_last >= 0 && r < rows_used) {
-          kind = p.group + from_last;
-          which = 1;
-          head = from_last;
-        }
-        ScoreRow score_row{0.f, -1};
-        if (kind >= 0) {
-          const int64_t at_head = (row * p.num_kv_heads + at.head) * p.group + head;
-          score_row.shift = -p.references[at_head * 2 + which] - groups.z;
-          score_row.offset = kind * (kGroupTokens / 2);
-        }
-        score_rows[r] = score_row;
+        score_rows[r] = score_row(p, at, at.head_set, r, place.lowest_exponent);
       }
     }
     __syncthreads();  // queries and score rows are there
@@ -205,6 +184,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
 
     const int all_visible = list.length - p.num_queries + 1;  // entries that query 0 sees
+    const int first_for_all = p.window > 0 ? list.length - p.window : 0;
     for (int s = 0; s < steps + padding; ++s) {
       const int token = first_token + s * kTileTokens;
       wait_copies<kStages - 2>();
@@ -212,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       else named_barrier(1 + stream, 32 * kRowWarps);
       // The stage that the step before this one read.
       const int free_index = stage_index == 0 ? kStages - 1 : stage_index - 1;
-      if (next_slots.valid > 0) {
+      if (next_slots.is_copied()) {
         start_copies(p, next_slots, ring + free_index * kStageBytes, row_warp, lane, policy);
       }
       commit_copies();
@@ -250,8 +230,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         }
       }
 
-      // Query i sees entries below all_visible + i.
-      if (token + kGroupTokens > all_visible) {
+      // Query i sees entries below all_visible + i, and the window's last of these.
+      if (token + kGroupTokens > all_visible || token < first_for_all) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -259,11 +239,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
             const int limit =
                 all_visible + min(r / p.group, p.num_queries - 1) - token - quad * 4;
+            const int low = p.window > 0 ? limit - p.window : 0;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
 #pragma unroll
               for (int b = 0; b < 2; ++b) {
-                if (2 * j + b >= limit) x[m][j][half * 2 + b] = -INFINITY;
+                if (2 * j + b >= limit || 2 * j + b < low) x[m][j][half * 2 + b] = -INFINITY;
               }
             }
           }
@@ -362,8 +343,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     __syncthreads();  // nobody reads the queries any more, and `stats` is complete
     const int pair_tiles = tiles_of<kTileTokens>(list);
     const bool whole = segment.tiles() == pair_tiles;
-    const int pair = at.request * p.num_kv_heads + at.head;
-    const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kRows;
+    const int pair = at.request * p.num_head_sets + at.head_set;
+    const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kSlotRows;
     const auto top_of = [stats](int r) {
       float top = kNoMaximum;
 #pragma unroll
@@ -416,8 +397,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
               total.w += one.w;
             }
             if (to_row < rows_used && whole) {
-              write_output(p, output_row(p, at.request, at.head, to_row), four, total,
-                           inverse_of(stat_of(to_row).y));
+              write_output(p, output_row(p, at.request, at.head_set, to_row), four, total,
+                           softmax_of(p, at.head_set, to_row, stat_of(to_row)).factor);
             } else if (to_row < rows_used) {
               *reinterpret_cast<float4*>(p.partial_o + (slot_row + to_row) * kHeadDim + four * 4) =
                   total;
@@ -429,56 +410,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
     for (int r = threadIdx.x; r < rows_used; r += kThreads) {
       const float2 stat = stat_of(r);
-      if (whole) p.lse[output_row(p, at.request, at.head, r)] = lse_of(stat);
+      if (whole) p.lse[output_row(p, at.request, at.head_set, r)] = softmax_of(p, at.head_set, r, stat).lse;
       else p.partial_stats[slot_row + r] = stat;
     }
     __syncthreads();  // `stats` may be written again
-    if (kMergesInPlace && !whole) {
-      const Part part{
-          at.request, at.head,
-          pieces_of(at.tile - at.place, pair_tiles, tiles_total, static_cast<int>(gridDim.x))};
-      if (max(at.place, 0) + segment.tiles() < pair_tiles) {
-        last_part = part;
-      } else {  // begun by another CTA
-        first_part = part;
-        if (threadIdx.x == 0) {
-          __threadfence();
-          first_done = atomicAdd(p.pieces_done + pair, 1);
-        }
-      }
-    }
+    if (merges_in_place && !whole) parts.add(p, segment, tiles_total);
     padding = 0;
   }
-
-  if (kMergesInPlace) {
-    // Whoever has the last of a pair's pieces merges them.
-    int* const is_last = reinterpret_cast<int*>(stats);
-    if (threadIdx.x == 0) {
-      int done[2] = {first_done, 0};
-      const Part parts[2] = {first_part, last_part};
-      __threadfence();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const Pieces& pieces = parts[i].pieces;
-        is_last[i] = 0;
-        if (pieces.end == pieces.first) continue;
-        int* const counter = p.pieces_done + parts[i].request * p.num_kv_heads + parts[i].head;
-        if (i == 1) done[1] = atomicAdd(counter, 1);
-        if (done[i] == pieces.end - pieces.first - 1) {
-          *counter = 0;
-          is_last[i] = 1;
-        }
-      }
-      __threadfence();
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      if (!is_last[i]) continue;
-      const Part part = i == 0 ? first_part : last_part;
-      for (int item = threadIdx.x; item < rows_used * kFours; item += kThreads) {
-        merge_pieces(p, part.pieces, part.request, part.head, item / kFours, item % kFours);
-      }
-    }
-  }
+  if (merges_in_place) parts.merge(p, reinterpret_cast<int*>(stats));
 }

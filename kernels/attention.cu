@@ -1,10 +1,14 @@
 // Launchers of one instance: head dim, row tiles, element type and shared memory come from the
 // compiler's command line (instances.py). Every one returns a cudaError_t.
+#if VEGAS_WGMMA
+#include "attend_hopper.cuh"
+#else
 #include "attend.cuh"
+#endif
 
 namespace {
 
-constexpr bool kHasSparse = kRowTiles == 1 && kRowWarps == 1;
+constexpr bool kHasSparse = kRowTiles == 1 && (VEGAS_WGMMA || kRowWarps == 1);
 
 cudaError_t prepare(void (*kernel)(AttendParams), int* ctas) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -45,7 +49,7 @@ int vegas_prepare(int device, int* num_ctas, int* slot_rows, int* attend_bytes, 
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   *num_ctas = ctas * processors;
-  *slot_rows = kRows;
+  *slot_rows = kSlotRows;
   *attend_bytes = sizeof(AttendParams);
   *plan_bytes = sizeof(PlanParams);
   return error;
@@ -67,11 +71,11 @@ int vegas_attend(int device, const AttendParams* params, int num_ctas, int spars
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const auto on = static_cast<cudaStream_t>(stream);
   kernel<<<num_ctas, kThreads, kSharedBytes, on>>>(*params);
-  if (!kMergesInPlace) {
+  if (params->num_queries * params->group > kMaxRowsInPlace) {
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
-    const dim3 grid(params->num_kv_heads * params->batch,
-                    div_up(params->num_queries * params->group * kFours, kCombineThreads));
+    const dim3 grid(params->num_head_sets * params->batch,
+                    div_up(kHeads * params->num_queries * params->group * kFours, kCombineThreads));
     combine_kernel<<<grid, kCombineThreads, 0, on>>>(*params, num_ctas);
   }
   return cudaGetLastError();

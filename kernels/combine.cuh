@@ -2,6 +2,7 @@
 // filled: a thread for four dims of a row.
 #pragma once
 #include "params.cuh"
+#include "segments.cuh"
 
 constexpr int kCombineThreads = 256;
 constexpr int kFours = kHeadDim / 4;
@@ -12,12 +13,6 @@ struct Pieces {
   int end;
 };
 
-// A pair that a CTA has a part of; without pieces there is none.
-struct Part {
-  int request;
-  int head;
-  Pieces pieces;
-};
 
 // Of `out` and `lse`.
 __device__ __forceinline__ int64_t output_row(const AttendParams& p, int request, int kv_head,
@@ -27,11 +22,23 @@ __device__ __forceinline__ int64_t output_row(const AttendParams& p, int request
   return (token * p.num_kv_heads + kv_head) * p.group + r - query * p.group;
 }
 
-// stat: maximum (log2), sum.
-__device__ __forceinline__ float lse_of(float2 stat) {
-  return stat.y > 0.f ? stat.x + log2f(stat.y) : -INFINITY;
+// What a row's outputs are multiplied by in the end, and its log-sum-exp (log2).
+struct Softmax {
+  float factor;
+  float lse;
+};
+// stat: maximum (log2), sum. A head's sink is one more entry, without a value.
+__device__ __forceinline__ Softmax softmax_of(const AttendParams& p, int kv_head, int r,
+                                              float2 stat) {
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[kv_head * p.group + r % p.group] * 1.44269504f;
+    const float top = fmaxf(stat.x, sink);
+    const float before = exp2_fast(stat.x - top);
+    const float sum = stat.y * before + exp2_fast(sink - top);
+    return {before / sum, top + log2f(sum)};
+  }
+  return stat.y > 0.f ? Softmax{1.f / stat.y, stat.x + log2f(stat.y)} : Softmax{0.f, -INFINITY};
 }
-__device__ __forceinline__ float inverse_of(float sum) { return sum > 0.f ? 1.f / sum : 0.f; }
 
 // tile, tiles: the pair's first with entries, and how many those are; total: all that are numbered.
 __device__ __forceinline__ Pieces pieces_of(int tile, int tiles, int total, int num_ctas) {
@@ -39,15 +46,17 @@ __device__ __forceinline__ Pieces pieces_of(int tile, int tiles, int total, int 
 }
 
 __device__ __forceinline__ void write_output(const AttendParams& p, int64_t row, int four, float4 o,
-                                             float inverse) {
+                                             float factor) {
   *reinterpret_cast<uint2*>(p.out + row * kHeadDim + four * 4) =
-      make_uint2(pack(o.x * inverse, o.y * inverse), pack(o.z * inverse, o.w * inverse));
+      make_uint2(pack(o.x * factor, o.y * factor), pack(o.z * factor, o.w * factor));
 }
 
 __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces& pieces,
-                                             int request, int kv_head, int r, int four) {
+                                             int request, int head_set, int item) {
   constexpr int kAtOnce = 12;
-  const int64_t pair = request * p.num_kv_heads + kv_head;
+  const int rows = p.num_queries * p.group;
+  const int four = item % kFours, r = item / kFours % rows, h = item / kFours / rows;
+  const int64_t pair = request * p.num_head_sets + head_set;
   float maximum = kNoMaximum, sum = 0.f;
   float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int c = pieces.first; c < pieces.end; c += kAtOnce) {
@@ -56,7 +65,7 @@ __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       // Other multiprocessors wrote these: past the L1.
-      const int64_t at = (min(c + j, pieces.end - 1) + pair) * kRows + r;
+      const int64_t at = (min(c + j, pieces.end - 1) + pair) * kSlotRows + h * kHeadRows + r;
       stats[j] = __ldcg(p.partial_stats + at);
       values[j] = __ldcg(reinterpret_cast<const float4*>(p.partial_o + at * kHeadDim) + four);
     }
@@ -77,21 +86,88 @@ __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces
       o.w += values[j].w * factor;
     }
   }
+  const int kv_head = head_set * kHeads + h;
   const int64_t row = output_row(p, request, kv_head, r);
-  write_output(p, row, four, o, inverse_of(sum));
-  if (four == 0) p.lse[row] = lse_of(make_float2(maximum, sum));
+  const Softmax softmax = softmax_of(p, kv_head, r, make_float2(maximum, sum));
+  write_output(p, row, four, o, softmax.factor);
+  if (four == 0) p.lse[row] = softmax.lse;
 }
 
-// Grid: (num_kv_heads * batch, rows * kFours / kCombineThreads).
+// The pairs that a CTA has parts of, its first and its last at most, where the CTAs merge pieces
+// themselves: whoever has the last of a pair's pieces does. Thread 0 keeps the counts.
+class Parts {
+ public:
+  // After a barrier behind the writes of a segment that is no whole pair.
+  __device__ __forceinline__ void add(const AttendParams& p, const Segment& segment,
+                                      int tiles_total) {
+    const CtaStart& at = segment.at;
+    const int pair_tiles = tiles_of<kTileTokens>(at.list);
+    const Part part{at.request, at.head_set,
+                    pieces_of(at.tile - at.place, pair_tiles, tiles_total, gridDim.x)};
+    if (max(at.place, 0) + segment.tiles() < pair_tiles) {
+      last_ = part;
+    } else {  // begun by another CTA
+      first_ = part;
+      if (threadIdx.x == 0) {
+        __threadfence();
+        first_done_ = atomicAdd(counter(p, part), 1);
+      }
+    }
+  }
+
+  // By the whole CTA, at its end. is_last: two ints of shared memory.
+  __device__ __forceinline__ void merge(const AttendParams& p, int* is_last) {
+    if (threadIdx.x == 0) {
+      __threadfence();
+      is_last[0] = close(p, first_, first_done_);
+      is_last[1] =
+          close(p, last_, last_.exists() ? atomicAdd(counter(p, last_), 1) : 0);
+      __threadfence();
+    }
+    __syncthreads();
+    const int items = kHeads * p.num_queries * p.group * kFours;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      if (!is_last[i]) continue;
+      const Part part = i == 0 ? first_ : last_;
+      for (int item = threadIdx.x; item < items; item += kThreads) {
+        merge_pieces(p, part.pieces, part.request, part.head_set, item);
+      }
+    }
+  }
+
+ private:
+  struct Part {
+    int request;
+    int head_set;
+    Pieces pieces;
+    __device__ __forceinline__ bool exists() const { return pieces.end > pieces.first; }
+  };
+
+  static __device__ __forceinline__ int* counter(const AttendParams& p, const Part& part) {
+    return p.pieces_done + part.request * p.num_head_sets + part.head_set;
+  }
+  // done: pieces before this CTA's.
+  static __device__ __forceinline__ bool close(const AttendParams& p, const Part& part, int done) {
+    if (!part.exists() || done < part.pieces.end - part.pieces.first - 1) return false;
+    *counter(p, part) = 0;
+    return true;
+  }
+
+  Part first_{}, last_{};
+  int first_done_ = 0;
+};
+
+// Grid: (num_head_sets * batch, rows * kFours / kCombineThreads).
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const AttendParams p, int num_ctas) {
   const int item = blockIdx.y * kCombineThreads + threadIdx.x;
-  if (item >= p.num_queries * p.group * kFours) return;
-  const int request = blockIdx.x / p.num_kv_heads, kv_head = blockIdx.x % p.num_kv_heads;
+  if (item >= kHeads * p.num_queries * p.group * kFours) return;
+  const int request = blockIdx.x / p.num_head_sets, head_set = blockIdx.x % p.num_head_sets;
   const int request_tile = p.plan.tile_indptr[request];
-  const int tiles = (p.plan.tile_indptr[request + 1] - request_tile) / p.num_kv_heads;
-  const Pieces pieces = pieces_of(request_tile + kv_head * tiles + kTurnTiles, tiles - kTurnTiles,
+  const int tiles = (p.plan.tile_indptr[request + 1] - request_tile) / p.num_head_sets;
+  const Pieces pieces = pieces_of(request_tile + head_set * tiles + kTurnTiles, tiles - kTurnTiles,
                                   p.plan.tile_indptr[p.batch], num_ctas);
   if (pieces.end - pieces.first == 1) return;  // whole: the output is there
-  merge_pieces(p, pieces, request, kv_head, item / kFours, item % kFours);
+  merge_pieces(p, pieces, request, head_set, item);
 }

@@ -12,6 +12,9 @@ WARPS = 4
 MAX_ROW_WARPS = 4
 # Accumulators of a thread hold rows * head_dim / 32 floats, 128 at most.
 MAX_ROW_TILES = {64: 4, 128: 2}
+# Hopper's products have 64 rows; two of them are in a warpgroup's registers.
+MAX_WGMMA_ROWS = 128
+WGMMA_TILE_TOKENS = 32
 MAX_GROUP = 16
 MAX_QUERIES = 16
 MAX_BATCH = 2048
@@ -34,11 +37,17 @@ RESERVED = 1 << 10
 
 @dataclass(frozen=True)
 class Instance:
+    # attend_hopper.cuh in place of attend.cuh.
+    wgmma: bool
     head_dim: int
     # Of 16 rows (query, head of the group), that a warp owns.
     row_tiles: int
     # Warps that share a stream of KV.
     row_warps: int
+    # KV heads of a CTA at once.
+    heads: int
+    # Entries of a tile.
+    tile_tokens: int
     stages: int
     ctas: int
     half: bool
@@ -46,15 +55,19 @@ class Instance:
 
     @property
     def rows(self) -> int:
+        """Of a KV head."""
         return 16 * self.row_tiles * self.row_warps
 
     def source(self) -> Source:
         return Source(
             "attention.cu",
             (
+                ("VEGAS_WGMMA", int(self.wgmma)),
                 ("VEGAS_HEAD_DIM", self.head_dim),
                 ("VEGAS_ROW_TILES", self.row_tiles),
                 ("VEGAS_ROW_WARPS", self.row_warps),
+                ("VEGAS_HEADS", self.heads),
+                ("VEGAS_TILE_TOKENS", self.tile_tokens),
                 ("VEGAS_STAGES", self.stages),
                 ("VEGAS_WARPS", WARPS),
                 ("VEGAS_CTAS", self.ctas),
@@ -64,33 +77,49 @@ class Instance:
         )
 
 
-def shared_bytes(head_dim: int, row_tiles: int, row_warps: int, stages: int) -> int:
+def shared_bytes(instance: Instance) -> int:
     """What params.cuh's kSharedBytes says."""
-    streams, rows = WARPS // row_warps, 16 * row_tiles * row_warps
-    ring = streams * stages * 2 * 16 * head_dim * 2
-    merge = WARPS * 4 * (head_dim + 8) * 4
-    return ring + max(rows * head_dim * 2, merge) + (streams + 1) * rows * 8
+    row_bytes, rows = instance.head_dim * 2, instance.rows
+    if instance.wgmma:
+        rows *= instance.heads
+        ring = instance.stages * 2 * instance.tile_tokens * instance.heads * row_bytes
+        return ring + rows * (row_bytes + 8)
+    streams = WARPS // instance.row_warps
+    ring = streams * instance.stages * 2 * 16 * row_bytes
+    merge = WARPS * 4 * (instance.head_dim + 8) * 4
+    return ring + max(rows * row_bytes, merge) + (streams + 1) * rows * 8
 
 
 def find_instance(
-    num_rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+    num_rows: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
 ) -> Instance | None:
-    """The smallest instance for num_rows rows; None where there is none."""
-    row_warps = 1
-    while -(-num_rows // (16 * row_warps)) > MAX_ROW_TILES[head_dim]:
+    """The smallest instance for num_rows rows of a KV head; None where there is none."""
+    wgmma = capability == (9, 0) and num_rows <= MAX_WGMMA_ROWS
+    row_warps = WARPS if wgmma else 1
+    while not wgmma and -(-num_rows // (16 * row_warps)) > MAX_ROW_TILES[head_dim]:
         row_warps *= 2
         if row_warps > MAX_ROW_WARPS:
             return None
     row_tiles = -(-num_rows // (16 * row_warps))
+    # Two heads of 64 dims are 256 bytes in one place; their accumulators have to fit.
+    heads = 2 if wgmma and head_dim == 64 and row_tiles == 1 and num_kv_heads % 2 == 0 else 1
+    tile_tokens = WGMMA_TILE_TOKENS if wgmma else 16 * (WARPS // row_warps)
     processor, block = SHARED_MEMORY[capability]
     # Two blocks a multiprocessor hide each other's segment boundaries; one is better than too few
     # stages.
     for ctas, min_stages in ((2, 3), (1, 2)):
         room = min(block, processor // ctas - RESERVED)
         for stages in range(MAX_STAGES, min_stages - 1, -1):
-            if shared_bytes(head_dim, row_tiles, row_warps, stages) <= room:
-                half = dtype == torch.float16
-                return Instance(head_dim, row_tiles, row_warps, stages, ctas, half, capability)
+            instance = Instance(
+                *(wgmma, head_dim, row_tiles, row_warps, heads, tile_tokens, stages, ctas),
+                *(dtype == torch.float16, capability),
+            )
+            if shared_bytes(instance) <= room:
+                return instance
     return None
 
 
@@ -116,7 +145,7 @@ def unsupported(
         return f"{num_queries} queries a request (1 to {MAX_QUERIES} are supported)"
     if capability not in SHARED_MEMORY:
         return f"compute capability {capability[0]}.{capability[1]}"
-    if find_instance(num_queries * group, head_dim, dtype, capability) is None:
+    if find_instance(num_queries * group, num_kv_heads, head_dim, dtype, capability) is None:
         return (
             f"{num_queries} queries of {group} heads a KV head with head dim {head_dim} "
             f"on compute capability {capability[0]}.{capability[1]}"

@@ -63,6 +63,7 @@ class _CurrentPlan:
     batch: int
     num_queries: int
     sparse: bool
+    window: int
 
 
 class PagedAttention:
@@ -113,7 +114,9 @@ class PagedAttention:
         # The one for the most queries, and the one for a single query.
         instances: list[Instance] = []
         for queries in (1, num_queries):
-            instance = find_instance(queries * self.group, head_dim, dtype, capability)
+            instance = find_instance(
+                *(queries * self.group, num_kv_heads, head_dim, dtype, capability)
+            )
             assert instance is not None
             if instance not in instances:
                 instances.append(instance)
@@ -149,13 +152,18 @@ class PagedAttention:
         )
         self._current: _CurrentPlan | None = None
 
-    def plan_dense(self, seq_lens: torch.Tensor, rows: torch.Tensor, num_queries: int) -> None:
+    def plan_dense(
+        self, seq_lens: torch.Tensor, rows: torch.Tensor, num_queries: int, window: int = 0
+    ) -> None:
         """Plans the `dense` calls that follow: num_queries queries a request, query i over
-        positions [0, seq_lens[r] + i + 1). seq_lens: (batch,) int64; padding may be anything from
-        -1 on. rows: (batch,) int64, each request's row of `req_to_token`."""
+        positions [0, seq_lens[r] + i + 1), of which it sees the last `window` where that isn't 0.
+        seq_lens: (batch,) int64; padding may be anything from -1 on. rows: (batch,) int64, each
+        request's row of `req_to_token`."""
         if not 1 <= num_queries <= self.num_queries:
             raise ValueError(f"{num_queries} queries, made for up to {self.num_queries}")
-        self._plan(seq_lens, rows, None, num_queries, num_queries)
+        if window < 0:
+            raise ValueError(f"window is {window}, must be 0 or more")
+        self._plan(seq_lens, rows, None, num_queries, num_queries, window)
 
     def plan_sparse(
         self, seq_lens: torch.Tensor, rows: torch.Tensor, tables: Tables, step: int
@@ -171,6 +179,7 @@ class PagedAttention:
         tables: Tables | None,
         extra: int,
         num_queries: int,
+        window: int = 0,
     ) -> None:
         batch = seq_lens.shape[0]
         if not 1 <= batch <= self.max_batch:
@@ -184,9 +193,10 @@ class PagedAttention:
             seq_lens=pointer(seq_lens, torch.int64, 1, "seq_lens"),
             rows=pointer(rows, torch.int64, 1, "rows"),
             batch=batch,
-            num_kv_heads=self.num_kv_heads,
+            num_head_sets=self.num_kv_heads // loaded.instance.heads,
             num_ctas=loaded.num_ctas,
             extra=extra,
+            window=window,
         )
         if tables is not None:
             params.counts = pointer(tables.counts, torch.int32, 1, "tables.counts")
@@ -196,7 +206,7 @@ class PagedAttention:
             self.device.index, ctypes.byref(params), _stream(self.device)
         )
         check(loaded.library, error, "plan")
-        self._current = _CurrentPlan(loaded, batch, num_queries, tables is not None)
+        self._current = _CurrentPlan(loaded, batch, num_queries, tables is not None, window)
 
     def dense(
         self,
@@ -209,6 +219,7 @@ class PagedAttention:
         scores: ScoreCollector | None = None,
         layer: int = 0,
         new_kv: NewKV = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attends as the last `plan_dense` says, and has `scores` collect this layer's scores.
 
@@ -216,9 +227,14 @@ class PagedAttention:
         k_cache, v_cache: (num_slots, num_kv_heads, head_dim). req_to_token: (num_rows, width)
         int32, slot of every position. new_kv: K and V of the queries' own positions, (batch *
         num_queries, num_kv_heads, head_dim), rows may be strided: the call writes them into the
-        caches. None where they are there already.
+        caches. None where they are there already. sinks: (num_heads,) float32, for each head
+        the score of one more entry, which has no value; `lse` includes it.
         """
-        self._run(q, k_cache, v_cache, req_to_token, None, layer, scale, out, scores, new_kv)
+        if scores is not None and self._current is not None and self._current.window > 0:
+            raise ValueError("a layer with a window has no scores to collect")
+        self._run(
+            *(q, k_cache, v_cache, req_to_token, None, layer, scale, out, scores, new_kv, sinks)
+        )
 
     def sparse(
         self,
@@ -231,11 +247,14 @@ class PagedAttention:
         scale: float,
         out: torch.Tensor,
         new_kv: NewKV = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attends as the last `plan_sparse` says, with the layer's tables. q, out: (batch,
         num_heads, head_dim); the others as for `dense`. No table makes it read outside of its
         request's positions."""
-        self._run(q, k_cache, v_cache, req_to_token, tables, layer, scale, out, None, new_kv)
+        self._run(
+            *(q, k_cache, v_cache, req_to_token, tables, layer, scale, out, None, new_kv, sinks)
+        )
 
     def _run(
         self,
@@ -249,6 +268,7 @@ class PagedAttention:
         out: torch.Tensor,
         scores: ScoreCollector | None,
         new_kv: NewKV,
+        sinks: torch.Tensor | None,
     ) -> None:
         current = self._current
         if current is None or current.sparse != (tables is not None):
@@ -278,10 +298,15 @@ class PagedAttention:
             req_to_token_stride=req_to_token.stride(0),
             batch=current.batch,
             num_kv_heads=self.num_kv_heads,
+            num_head_sets=self.num_kv_heads // current.loaded.instance.heads,
             group=self.group,
             num_queries=current.num_queries,
+            window=current.window,
             scale=scale * LOG2E,
         )
+        if sinks is not None:
+            _check_shape(sinks, (self.num_heads,), "sinks")
+            attend.sinks = pointer(sinks, torch.float32, 1, "sinks")
         if new_kv is not None:
             for tensor, name in zip(new_kv, ("new K", "new V"), strict=True):
                 _check_shape(tensor, (shape[0], self.num_kv_heads, self.head_dim), name)
@@ -542,7 +567,7 @@ def _prepare(instance: Instance, library: ctypes.CDLL, device: int) -> _Loaded:
         device, *map(ctypes.byref, (num_ctas, slot_rows, attend_bytes, plan_bytes))
     )
     check(library, error, "prepare")
-    if num_ctas.value == 0 or slot_rows.value != instance.rows:
+    if num_ctas.value == 0 or slot_rows.value != instance.rows * instance.heads:
         raise RuntimeError(f"the device can't hold VEGAS's attention kernel {instance}")
     assert attend_bytes.value == ctypes.sizeof(structs.AttendParams)
     assert plan_bytes.value == ctypes.sizeof(structs.PlanParams)

@@ -5,23 +5,43 @@
 #include "ptx.cuh"
 
 constexpr int kHeadDim = VEGAS_HEAD_DIM;
-constexpr int kRowTiles = VEGAS_ROW_TILES;  // of 16 rows, a warp
-constexpr int kRowWarps = VEGAS_ROW_WARPS;
+constexpr int kRowTiles = VEGAS_ROW_TILES;  // a warp's, of 16 rows
 constexpr int kStages = VEGAS_STAGES;
 constexpr int kWarps = VEGAS_WARPS;
 constexpr int kCtas = VEGAS_CTAS;  // on a multiprocessor
 
 constexpr int kThreads = kWarps * 32;
-constexpr int kStreams = kWarps / kRowWarps;
-constexpr int kGroupTokens = 16;
-constexpr int kTileTokens = kGroupTokens * kStreams;
-constexpr int kWarpRows = 16 * kRowTiles;
-constexpr int kRows = kWarpRows * kRowWarps;
-// Few rows' pieces are merged by whoever finishes the last of them, many by a kernel of their own.
-constexpr bool kMergesInPlace = kRows == 16;
+constexpr int kScoreTokens = 16;  // of a group of scores
 constexpr int kRowBytes = kHeadDim * 2;
 constexpr int kChunks = kRowBytes / 16;
-constexpr int kSteps = kHeadDim / 16;                 // of 16 dims
+constexpr int kSteps = kHeadDim / 16;  // of 16 dims
+constexpr int kScoreRowBytes = 8;
+
+#if VEGAS_WGMMA
+// attend_hopper.cuh: all warps attend to a tile, of which each copies a group, for kHeads KV heads
+// at once.
+constexpr int kHeads = VEGAS_HEADS;
+constexpr int kTileTokens = VEGAS_TILE_TOKENS;
+constexpr int kTileGroups = kWarps;
+constexpr int kGroupTokens = kTileTokens / kTileGroups;
+constexpr int kRowWarps = 4;
+constexpr int kHeadRows = 16 * kRowTiles * kRowWarps;
+constexpr int kHalfStage = kTileTokens * kHeads * kRowBytes;  // K, then as much V
+constexpr int kStageBytes = 2 * kHalfStage;
+constexpr int kRingBytes = kStages * kStageBytes;
+constexpr int kQueryBytes = kHeads * kHeadRows * kRowBytes;
+constexpr int kSharedBytes = kRingBytes + kQueryBytes + kHeads * kHeadRows * kScoreRowBytes;
+#else
+// attend.cuh: every kRowWarps warps have a stream of groups of their own.
+constexpr int kHeads = 1;
+constexpr int kRowWarps = VEGAS_ROW_WARPS;
+constexpr int kTileGroups = kWarps / kRowWarps;
+constexpr int kGroupTokens = 16;
+constexpr int kStreams = kTileGroups;
+constexpr int kTileTokens = kGroupTokens * kTileGroups;
+constexpr int kWarpRows = 16 * kRowTiles;
+constexpr int kRows = kWarpRows * kRowWarps;
+constexpr int kHeadRows = kRows;
 constexpr int kHalfStage = kGroupTokens * kRowBytes;  // K, then as much V
 constexpr int kStageBytes = 2 * kHalfStage;
 constexpr int kRingBytes = kStreams * kStages * kStageBytes;
@@ -30,8 +50,13 @@ constexpr int kMergeStride = kHeadDim + 8;  // floats; the 8 keep rows in differ
 constexpr int kMergeBytes = kWarps * kMergeRows * kMergeStride * 4;
 constexpr int kQueryBytes = kRows * kRowBytes > kMergeBytes ? kRows * kRowBytes : kMergeBytes;
 constexpr int kStatBytes = kStreams * kRows * 8;
-constexpr int kScoreRowBytes = kRows * 8;
-constexpr int kSharedBytes = kRingBytes + kQueryBytes + kStatBytes + kScoreRowBytes;
+constexpr int kSharedBytes = kRingBytes + kQueryBytes + kStatBytes + kRows * kScoreRowBytes;
+#endif
+
+// A piece's rows in the workspace: kHeadRows for each of the CTA's heads.
+constexpr int kSlotRows = kHeads * kHeadRows;
+// Few rows' pieces are merged by whoever finishes the last of them, many by a kernel of their own.
+constexpr int kMaxRowsInPlace = 16;
 
 constexpr float kNoMaximum = -1e30f;  // finite: differences of it aren't NaN
 
@@ -45,10 +70,11 @@ struct AttendParams {
   const Element* new_v;
   Element* out;  // (batch * num_queries, num_heads, kHeadDim)
   float* lse;    // (batch * num_queries, num_heads), log2; -inf where a row sees nothing
+  const float* sinks;  // (num_heads,), natural logarithms; or null
   const int* req_to_token;
   const int* positions;      // sparse: the layer's (num_rows, max_count)
-  float* partial_o;          // (slots, kRows, kHeadDim)
-  float2* partial_stats;     // (slots, kRows): maximum (log2), sum
+  float* partial_o;          // (slots, kSlotRows, kHeadDim)
+  float2* partial_stats;     // (slots, kSlotRows): maximum (log2), sum
   int* pieces_done;          // a pair's; zeros between calls
   uint8_t* scores;           // (num_kv_heads, group of 16 tokens, which query and head, 8)
   const float* references;   // the layer's (num_rows, num_heads, 2), log2
@@ -61,8 +87,10 @@ struct AttendParams {
   int max_count;
   int batch;
   int num_kv_heads;
+  int num_head_sets;  // of kHeads KV heads
   int group;  // query heads of a KV head
   int num_queries;
   int num_new;  // 0 or num_queries
+  int window;   // positions up to its own that a query sees; 0: all
   float scale;  // times log2(e)
 };

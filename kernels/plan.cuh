@@ -1,7 +1,8 @@
 // Stream-K plan: which work tiles each CTA has. Made on the device from lengths that only the device
 // knows, once a pass, for all layers.
 //
-// A tile is kTileTokens entries of one (request, KV head) pair, of which an empty request's pairs
+// A tile is kTileTokens entries of one (request, KV head) pair, or of as many heads as a CTA attends
+// to at once (a set), of which an empty request's pairs
 // have one without entries. Turning to a pair takes a CTA the time of kTurnTiles tiles; so these are
 // in front of every pair's tiles, without entries. All are numbered by request, then head, then
 // place in the list, which is below 0 for the first kTurnTiles. CTA c of N has [c*T/N, (c+1)*T/N) of
@@ -13,7 +14,7 @@ constexpr int kMaxBatch = 2048;
 constexpr int kTurnTiles = 2;
 
 // One request's list of KV entries. The first `count` are table positions, all below `base`; the
-// others are positions base, base + 1, ... Dense lists have count = base = 0.
+// others are positions base, base + 1, ... Dense lists have count = 0, and base = 0 without a window.
 struct __align__(16) List {
   int length;
   int count;
@@ -25,7 +26,7 @@ struct __align__(16) List {
 struct __align__(16) CtaStart {
   int tile;     // number of its first tile; the next entry's is one past its last
   int request;  // of that tile, as are:
-  int head;
+  int head_set;
   int place;  // of the tile within the pair's list
   List list;
 };
@@ -56,10 +57,11 @@ struct PlanParams {
   const int* counts;  // null for dense, as is:
   const int* bases;
   int batch;
-  int num_kv_heads;
+  int num_head_sets;
   int num_ctas;
   int extra;  // entries of a list past seq_len: num_queries, or the draft step + 1
   int max_count;
+  int window;  // dense: positions up to its own that the first query sees; 0: all
 };
 
 constexpr int kPlanThreads = 1024;
@@ -74,6 +76,7 @@ __device__ __forceinline__ List make_list(const PlanParams& p, int r) {
       list.count = min(max(p.counts[row], 0), p.max_count);
     }
   }
+  if (p.window > 0) list.base = static_cast<int>(max(seq_len + 1 - p.window, int64_t{0}));
   const int64_t length = list.count + seq_len + p.extra - list.base;
   list.length = static_cast<int>(max(length, static_cast<int64_t>(0)));
   return list;
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
     if (r < p.batch) {
       const List list = make_list(p, r);
       p.plan.lists[r] = list;
-      tiles = (tiles_of<kTileTokens>(list) + kTurnTiles) * p.num_kv_heads;
+      tiles = (tiles_of<kTileTokens>(list) + kTurnTiles) * p.num_head_sets;
     }
     int sum = tiles;  // inclusive, first of the warp and then of the block
     for (int step = 1; step < 32; step *= 2) {
@@ -124,10 +127,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
         if (indptr[middle] <= start.tile) low = middle;
         else high = middle;
       }
-      const int tiles = (indptr[low + 1] - indptr[low]) / p.num_kv_heads;
+      const int tiles = (indptr[low + 1] - indptr[low]) / p.num_head_sets;
       const int offset = start.tile - indptr[low];
       start.request = low;
-      start.head = offset / tiles;
+      start.head_set = offset / tiles;
       start.place = offset % tiles - kTurnTiles;
       start.list = p.plan.lists[low];
     }

@@ -13,12 +13,14 @@ struct Segment {
   __device__ __forceinline__ int tiles() const {
     return min(at.place + remaining, tiles_of<kTileTokens>(at.list)) - max(at.place, 0);
   }
-  // Of a stream's groups: the first's first entry, and how many.
+  // Of a stream's groups: the first's first entry, and how many. Where all warps attend to a tile,
+  // every warp has a group of it, if one without entries.
   __device__ __forceinline__ int first_entry(int stream) const {
-    return (max(at.place, 0) * kStreams + stream) * kGroupTokens;
+    return (max(at.place, 0) * kTileGroups + stream) * kGroupTokens;
   }
   __device__ __forceinline__ int groups(int stream) const {
     const int tiles = this->tiles();
+    if (VEGAS_WGMMA) return tiles;
     // The last tile may end before this stream's group of it.
     const bool ends_early = first_entry(stream) + (tiles - 1) * kTileTokens >= at.list.length;
     return tiles - (ends_early ? 1 : 0);
@@ -28,8 +30,8 @@ struct Segment {
     remaining -= done;
     at.tile += done;
     at.place = -kTurnTiles;
-    if (++at.head == p.num_kv_heads) {
-      at.head = 0;
+    if (++at.head_set == p.num_head_sets) {
+      at.head_set = 0;
       ++at.request;
       if (remaining > 0) at.list = p.plan.lists[at.request];
     }
@@ -42,9 +44,14 @@ struct Group {
   int index;
   int row;
   int request;
-  int head;
+  int head_set;
   int valid;  // entries of the group, or 0 or less; those past them repeat the list's last
+
+  __device__ __forceinline__ bool is_copied() const {
+    return valid > (VEGAS_WGMMA ? -kTileTokens : 0);
+  }
 };
+constexpr int kNothing = -kTileTokens;  // `valid` past the last tile
 
 // The walk ahead. From entry to slot there are two dependent loads; each gets a step's time.
 template <bool kSparse>
@@ -62,7 +69,7 @@ struct Lookahead {
   __device__ __forceinline__ Group next(const AttendParams& p, int stream, int lane) {
     while (groups <= 0) {
       if (segment.remaining > 0) segment.next(p);
-      if (segment.remaining == 0) return {0, segment.at.list.row, 0, 0, 0};
+      if (segment.remaining == 0) return {0, segment.at.list.row, 0, 0, kNothing};
       open(stream);
     }
     return take(lane);
@@ -71,7 +78,8 @@ struct Lookahead {
   __device__ __forceinline__ Group take(int lane) {
     const List& list = segment.at.list;
     const Group group{min(entry + lane % kGroupTokens, max(list.length - 1, 0)), list.row,
-                      segment.at.request, segment.at.head, groups > 0 ? list.length - entry : 0};
+                      segment.at.request, segment.at.head_set,
+                      groups > 0 ? list.length - entry : kNothing};
     entry += kTileTokens;
     --groups;
     return group;
@@ -84,10 +92,8 @@ struct Lookahead {
   }
   __device__ __forceinline__ Group position(Group group, int loaded) const {
     const List& list = segment.at.list;
-    if (kSparse) {
-      group.index = group.index < list.count ? min(max(loaded, 0), list.base - 1)
-                                             : group.index + list.base - list.count;
-    }
+    group.index = kSparse && group.index < list.count ? min(max(loaded, 0), list.base - 1)
+                                                      : group.index + list.base - list.count;
     return group;
   }
   __device__ __forceinline__ Group positions(const AttendParams& p, int stream, int lane) {
@@ -101,36 +107,47 @@ __device__ __forceinline__ Group slots(const AttendParams& p, Group group) {
   return group;
 }
 
-// Starts this warp's share of copying a group's K and V into a stage.
-__device__ __forceinline__ void start_copies(const AttendParams& p, const Group& group,
-                                             uint32_t stage, int row_warp, int lane,
-                                             uint64_t policy) {
-  constexpr int kRowsAtOnce = 32 / kChunks;
-  constexpr int kShare = kGroupTokens / kRowWarps;
-  constexpr int kCopies = kShare / kRowsAtOnce;
-  static_assert(kShare % kRowsAtOnce == 0, "a warp copies whole instructions");
-  const int dim = group.head * kHeadDim + lane % kChunks * 8;
-  const auto copy = [&](int i, bool any_new) {
-    const int token = row_warp * kShare + i * kRowsAtOnce + lane / kChunks;
-    const int slot = __shfl_sync(~0u, group.index, token);
-    const int64_t offset = static_cast<int64_t>(slot) * p.num_kv_heads * kHeadDim + dim;
-    const Element* k = p.k + offset;
-    const Element* v = p.v + offset;
-    if (any_new) {
-      const int which = token - (group.valid - p.num_new);
-      if (which >= 0 && token < group.valid) {
-        const int64_t from = static_cast<int64_t>(group.request) * p.num_new + which;
-        k = p.new_k + from * p.new_k_stride + dim;
-        v = p.new_v + from * p.new_v_stride + dim;
-      }
+// A CTA's first groups, of its first segment alone: slots of kStages, the positions of the one after.
+// Loads of a kind are on their way together; the compiler keeps them so where there is a barrier.
+template <bool kSparse>
+__device__ __forceinline__ void first_groups(const AttendParams& p, Lookahead<kSparse>& lookahead,
+                                             int lane, Group (&groups)[kStages + 1]) {
+  int loaded[kStages + 1];
+#pragma unroll
+  for (int s = 0; s <= kStages; ++s) {
+    groups[s] = lookahead.take(lane);
+    loaded[s] = lookahead.load(p, groups[s]);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int s = 0; s <= kStages; ++s) groups[s] = lookahead.position(groups[s], loaded[s]);
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) groups[s] = slots(p, groups[s]);
+  __syncwarp();
+}
+
+// Where the 16 bytes of K and V from `dim` on come from, of one of a group's 16 tokens.
+struct Sources {
+  const Element* k;
+  const Element* v;
+};
+__device__ __forceinline__ Sources sources(const AttendParams& p, const Group& group, int slot,
+                                           int token, int dim, bool any_new) {
+  if (any_new) {
+    const int which = token - (group.valid - p.num_new);
+    if (which >= 0 && token < group.valid) {
+      const int64_t from = static_cast<int64_t>(group.request) * p.num_new + which;
+      return {p.new_k + from * p.new_k_stride + dim, p.new_v + from * p.new_v_stride + dim};
     }
-    const int row = ((token >> 1) & 1) * 8 + (token >> 2) * 2 + (token & 1);
-    const uint32_t to = stage + row * kRowBytes + ((lane % kChunks ^ (row & 7)) << 4);
-    const uint32_t bytes = token < group.valid ? 16 : 0;
-    copy_async(to, k, bytes, policy);
-    copy_async(to + kHalfStage, v, bytes, policy);
-  };
-  if (group.valid < kGroupTokens + p.num_new && p.num_new > 0) {
+  }
+  const int64_t offset = static_cast<int64_t>(slot) * p.num_kv_heads * kHeadDim + dim;
+  return {p.k + offset, p.v + offset};
+}
+
+// Starts this warp's copies of a group: copy(i, any_new) for each instruction of a lane.
+template <int kCopies, typename Copy>
+__device__ __forceinline__ void for_copies(const AttendParams& p, const Group& group, Copy copy) {
+  if (p.num_new > 0 && group.valid < kGroupTokens + p.num_new) {
 #pragma unroll 1
     for (int i = 0; i < kCopies; ++i) copy(i, true);
   } else {

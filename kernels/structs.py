@@ -30,10 +30,11 @@ class PlanParams(ctypes.Structure):
         ("counts", c_void_p),
         ("bases", c_void_p),
         ("batch", c_int),
-        ("num_kv_heads", c_int),
+        ("num_head_sets", c_int),
         ("num_ctas", c_int),
         ("extra", c_int),
         ("max_count", c_int),
+        ("window", c_int),
     ]
 
 
@@ -47,6 +48,7 @@ class AttendParams(ctypes.Structure):
         ("new_v", c_void_p),
         ("out", c_void_p),
         ("lse", c_void_p),
+        ("sinks", c_void_p),
         ("req_to_token", c_void_p),
         ("positions", c_void_p),
         ("partial_o", c_void_p),
@@ -63,9 +65,11 @@ class AttendParams(ctypes.Structure):
         ("max_count", c_int),
         ("batch", c_int),
         ("num_kv_heads", c_int),
+        ("num_head_sets", c_int),
         ("group", c_int),
         ("num_queries", c_int),
         ("num_new", c_int),
+        ("window", c_int),
         ("scale", c_float),
     ]
 
