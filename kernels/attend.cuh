@@ -1,9 +1,9 @@
 // Split-KV attention of a few queries over KV with page size 1: the memory-bound main loop.
 //
 // A CTA walks its tiles (plan.cuh) in segments, a segment being its part of one (request, KV head)
-// pair. Rows of the score matrix are a pair's (query, head of the group), query-major. A stream is
-// kRowWarps warps that share a ring of KV in shared memory; stream i takes every kStreams-th group
-// of 16 entries, with its own maxima, sums and outputs, so that the main loop has no CTA barrier.
+// pair. A stream is kRowWarps warps that share a ring of KV in shared memory; stream i takes every
+// kStreams-th group of 16 entries, with its own maxima, sums and outputs, so that the main loop has
+// no CTA barrier.
 // At a segment's end the streams' results are merged. A whole pair's go to the output, a piece's to the
 // workspace, where the last CTA of the pair or a kernel of its own merges them: combine.cuh.
 //
@@ -14,6 +14,7 @@
 #include "params.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
+#include "rows.cuh"
 #include "scores.cuh"
 #include "segments.cuh"
 
@@ -40,16 +41,10 @@ __device__ __forceinline__ void start_copies(const AttendParams& p, const Group&
   });
 }
 
-// Four neighbouring tokens' scores as 4 bits each, the lowest first: round(log2(weight * factor)),
-// from 0 to 15. Rounding goes by the weight itself, up from 1.5 times a power of two. decode in
-// selection.cu is the inverse.
-__device__ __forceinline__ uint16_t encode(float factor, float a, float b, float c, float d) {
-  // The exponent in the upper 4 bits of a byte, saturated.
-  const auto byte = [factor](float weight) {
-    return (__float_as_int(weight * factor) - (127 << 23) + (1 << 22)) >> 19;
-  };
-  const uint32_t bytes = pack_bytes(byte(b), byte(d), byte(a), byte(c));
-  return static_cast<uint16_t>((bytes & 0xF0F0) | ((bytes >> 20) & 0x0F0F));
+// Four neighbouring tokens' scores as 4 bits each, the lowest first, from two words of score_digits.
+__device__ __forceinline__ uint16_t encode(uint32_t low, uint32_t high) {
+  const uint32_t digits = low >> 7 | high << 1;
+  return static_cast<uint16_t>(digits | digits >> 12);
 }
 
 template <bool kSparse, bool kScores>
@@ -58,15 +53,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   extern __shared__ __align__(1024) char shared[];
   char* const q_shared = shared + kRingBytes;
   float2* const stats = reinterpret_cast<float2*>(shared + kRingBytes + kQueryBytes);
-  ScoreRow* const score_rows =
-      reinterpret_cast<ScoreRow*>(shared + kRingBytes + kQueryBytes + kStatBytes);
+  float2* const score_heads =
+      reinterpret_cast<float2*>(shared + kRingBytes + kQueryBytes + kStatBytes);
   const uint32_t shared_base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int stream = warp / kRowWarps, row_warp = warp % kRowWarps;
   const int quad = lane % 4;
   const uint32_t ring = shared_base + stream * kStages * kStageBytes;
-  const int rows_used = p.num_queries * p.group;
+  const int places = end_of_places(p);
   const uint64_t policy = evict_first_policy();
 
   // Byte addresses of this lane in ldmatrix; a step of 16 dims flips bits 5 and up.
@@ -78,15 +73,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t q_lane =
       shared_base + kRingBytes + row_warp * kWarpRows * kRowBytes + v_lane;
 
-  // The last 8 rows of a warp's may all be padding.
-  const bool upper_used = row_warp * kWarpRows + kWarpRows - 8 < rows_used;
-  // Which blocks of 8 rows have scores to store.
-  int scored_blocks = 0;
-  if (kScores) {
+  // The rows that this lane has parts of, and which blocks of 8 are not all padding.
+  int rows[kRowTiles][2], used = 0;
 #pragma unroll
-    for (int block = 0; block < 2 * kRowTiles; ++block) {
-      const int r = row_warp * kWarpRows + block * 8;
-      scored_blocks |= has_scores(p, r) << block;
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows[m][half] = row_at(p, row_warp * kWarpRows + m * 16 + half * 8 + lane / 4);
+      used |= __any_sync(~0u, rows[m][half] >= 0) << (2 * m + half);
     }
   }
 
@@ -116,13 +110,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   int share_at[kShares];
 #pragma unroll
   for (int i = 0; i < kShares; ++i) {
-    const int r = (threadIdx.x + i * kThreads) / kChunks, query = r / p.group;
-    share_at[i] = r < rows_used ? query * static_cast<int>(p.q_stride) +
-                                      (r - query * p.group) * kHeadDim + lane % kChunks * 8
-                                : -1;
+    const int r = row_at(p, (threadIdx.x + i * kThreads) / kChunks), query = r / p.group;
+    share_at[i] = r >= 0 ? query * static_cast<int>(p.q_stride) +
+                               (r - query * p.group) * kHeadDim + lane % kChunks * 8
+                         : -1;
   }
   Parts parts;
-  const bool merges_in_place = rows_used <= kMaxRowsInPlace;
+  const bool merges_in_place = p.num_queries * p.group <= kMaxRowsInPlace;
 
   for (; segment.tiles() > 0; segment.next(p)) {
     const CtaStart& at = segment.at;
@@ -141,9 +135,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
 #pragma unroll
     for (int i = 0; i < kShares; ++i) {
-      const int r = (threadIdx.x + i * kThreads) / kChunks;
-      *reinterpret_cast<uint4*>(q_shared + r * kRowBytes + ((lane % kChunks ^ (r & 7)) << 4)) =
-          shares[i];
+      const int place = (threadIdx.x + i * kThreads) / kChunks;
+      *reinterpret_cast<uint4*>(q_shared + place * kRowBytes +
+                                ((lane % kChunks ^ (place & 7)) << 4)) = shares[i];
     }
 
     int score_steps = 0;
@@ -155,11 +149,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       score_steps = div_up(max(place.groups - first_group, 0), kStreams);
       score_step_bytes = kStreams * place.group_bytes;
       score_at = place.at + static_cast<int64_t>(first_group) * place.group_bytes + quad * 2;
-      for (int r = threadIdx.x; r < kRows; r += kThreads) {
-        score_rows[r] = score_row(p, at, at.head_set, r, place.lowest_exponent);
+      if (threadIdx.x < kMaxGroup) {
+        score_heads[threadIdx.x] =
+            score_exponents(p, score_references(p, at, at.head_set, threadIdx.x),
+                            place.lowest_exponent);
       }
     }
-    __syncthreads();  // queries and score rows are there
+    __syncthreads();  // queries and the heads' exponents are there
 
     uint32_t q_held[kRowTiles == 1 ? kSteps : 1][4];
     if (kRowTiles == 1) {
@@ -236,9 +232,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
-            const int limit =
-                all_visible + min(r / p.group, p.num_queries - 1) - token - quad * 4;
+            const int limit = all_visible + rows[m][half] / p.group - token - quad * 4;
             const int low = p.window > 0 ? limit - p.window : 0;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -254,16 +248,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       // Weights relative to the maxima so far; says whether those are too old.
       uint32_t weights[kRowTiles][4];
       float added[kRowTiles][2];
-      const bool store_scores = kScores && s < score_steps;
       const auto weigh = [&]() -> bool {
         bool outgrown = false;
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            if (m == kRowTiles - 1 && half == 1 && !upper_used) {
-              weights[m][1] = weights[m][3] = 0;
-              added[m][1] = 0.f;
+            if (!(used >> (2 * m + half) & 1)) {
+              weights[m][half] = weights[m][half + 2] = 0;
+              added[m][half] = 0.f;
               continue;
             }
             const float top = maximum[m][half];
@@ -271,18 +264,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             const float b = exp2_fast(fmaf(x[m][0][half * 2 + 1], p.scale, -top));
             const float c = exp2_fast(fmaf(x[m][1][half * 2], p.scale, -top));
             const float d = exp2_fast(fmaf(x[m][1][half * 2 + 1], p.scale, -top));
-            weights[m][half] = pack(a, b);
-            weights[m][half + 2] = pack(c, d);
+            weights[m][half] = pack_operands(a, b);
+            weights[m][half + 2] = pack_operands(c, d);
             added[m][half] = (a + b) + (c + d);
             outgrown |= added[m][half] > kMaximumSlack;
-            if (store_scores && (scored_blocks >> (2 * m + half) & 1)) {
-              const ScoreRow score =
-                  score_rows[row_warp * kWarpRows + m * 16 + half * 8 + lane / 4];
-              const uint16_t code = encode(exp2_fast(top + score.shift), a, b, c, d);
-              if (score.offset >= 0) {
-                *reinterpret_cast<uint16_t*>(score_at + score.offset) = code;
-              }
-            }
           }
         }
         return outgrown;
@@ -308,6 +293,34 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           }
         }
         weigh();
+      }
+      if (kScores && s < score_steps && row_warp == 0) {
+        // A block of the first query's heads, and the last query's.
+        const auto store = [&](int block, const uint32_t* first, float first_top,
+                               const uint32_t* last, float last_top) {
+          const int head = block * 8 + lane / 4;
+          const float2 exponents = score_heads[head];
+          const float first_factor = score_factor(first_top, exponents.x);
+          const float last_factor = score_factor(last_top, exponents.y);
+          const uint16_t code = encode(score_digits(first[0], first_factor, last[0], last_factor),
+                                       score_digits(first[2], first_factor, last[2], last_factor));
+          if (head < p.group) {
+            *reinterpret_cast<uint16_t*>(score_at + head * (kScoreTokens / 2)) = code;
+          }
+        };
+        if constexpr (kRowTiles == 1) {
+          store(0, weights[0], maximum[0][0], weights[0] + 1, maximum[0][1]);
+          // Only where there is a single query; its second block has no partner.
+          if (p.group > 8) store(1, weights[0] + 1, maximum[0][1], weights[0] + 1, maximum[0][1]);
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (half * 8 < p.group) {
+              store(half, weights[0] + half, maximum[0][half], weights[1] + half,
+                    maximum[1][half]);
+            }
+          }
+        }
       }
       score_at += score_step_bytes;
 #pragma unroll
@@ -336,8 +349,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         float total = sum[m][half];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
-        if (quad == 0) stats[stream * kRows + r] = make_float2(maximum[m][half], total);
+        const int place = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
+        if (quad == 0) stats[stream * kRows + place] = make_float2(maximum[m][half], total);
       }
     }
     __syncthreads();  // nobody reads the queries any more, and `stats` is complete
@@ -345,18 +358,18 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const bool whole = segment.tiles() == pair_tiles;
     const int pair = at.request * p.num_head_sets + at.head_set;
     const int64_t slot_row = static_cast<int64_t>(blockIdx.x + pair) * kSlotRows;
-    const auto top_of = [stats](int r) {
+    const auto top_of = [stats](int place) {
       float top = kNoMaximum;
 #pragma unroll
-      for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + r].x);
+      for (int i = 0; i < kStreams; ++i) top = fmaxf(top, stats[i * kRows + place].x);
       return top;
     };
-    const auto stat_of = [stats, top_of](int r) {
-      const float top = top_of(r);
+    const auto stat_of = [stats, top_of](int place) {
+      const float top = top_of(place);
       float total = 0.f;
 #pragma unroll
       for (int i = 0; i < kStreams; ++i) {
-        const float2 one = stats[i * kRows + r];
+        const float2 one = stats[i * kRows + place];
         total += one.y * exp2_fast(one.x - top);
       }
       return make_float2(top, total);
@@ -366,12 +379,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
-        const float factor = exp2_fast(maximum[m][half] - top_of(r));
+        const int place = row_warp * kWarpRows + m * 16 + half * 8 + lane / 4;
+        const float factor = exp2_fast(maximum[m][half] - top_of(place));
 #pragma unroll 1
         for (int quarter = 0; quarter < 2; ++quarter) {
-          const int first_row = m * 16 + half * 8 + quarter * kMergeRows;  // of each row warp's
-          if (first_row >= rows_used) break;
+          const int first_place = m * 16 + half * 8 + quarter * kMergeRows;  // of each row warp's
+          if (first_place >= places) break;
           if (lane / 16 == quarter) {
             float* const to =
                 merge + (warp * kMergeRows + lane / 4 % kMergeRows) * kMergeStride + quad * 2;
@@ -384,8 +397,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           __syncthreads();
           for (int i = threadIdx.x; i < kRowWarps * kMergeRows * kFours; i += kThreads) {
             const int merge_row = i / kFours, four = i % kFours;  // of all row warps' rows
-            const int to_row =
-                merge_row / kMergeRows * kWarpRows + first_row + merge_row % kMergeRows;
+            const int place_of_four =
+                merge_row / kMergeRows * kWarpRows + first_place + merge_row % kMergeRows;
+            const int r = row_at(p, place_of_four);
             float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
             for (int j = 0; j < kStreams; ++j) {
@@ -396,22 +410,30 @@ __global__ void __launch_bounds__(kThreads, kCtas)
               total.z += one.z;
               total.w += one.w;
             }
-            if (to_row < rows_used && whole) {
-              write_output(p, output_row(p, at.request, at.head_set, to_row), four, total,
-                           softmax_of(p, at.head_set, to_row, stat_of(to_row)).factor);
-            } else if (to_row < rows_used) {
-              *reinterpret_cast<float4*>(p.partial_o + (slot_row + to_row) * kHeadDim + four * 4) =
-                  total;
+            if (r >= 0 && whole) {
+              write_output(p, output_row(p, at.request, at.head_set, r), four, total,
+                           softmax_of(p, at.head_set, r, stat_of(place_of_four)).factor);
+            } else if (r >= 0) {
+              const float factor = piece_factor(stat_of(place_of_four));
+              *reinterpret_cast<uint2*>(p.partial_o + (slot_row + r) * kHeadDim + four * 4) =
+                  make_uint2(pack_halves(total.x * factor, total.y * factor),
+                             pack_halves(total.z * factor, total.w * factor));
             }
           }
           __syncthreads();
         }
       }
     }
-    for (int r = threadIdx.x; r < rows_used; r += kThreads) {
-      const float2 stat = stat_of(r);
-      if (whole) p.lse[output_row(p, at.request, at.head_set, r)] = softmax_of(p, at.head_set, r, stat).lse;
-      else p.partial_stats[slot_row + r] = stat;
+    for (int place = threadIdx.x; place < places; place += kThreads) {
+      const int r = row_at(p, place);
+      if (r < 0) continue;
+      const float2 stat = stat_of(place);
+      if (whole) {
+        p.lse[output_row(p, at.request, at.head_set, r)] =
+            softmax_of(p, at.head_set, r, stat).lse;
+      } else {
+        p.partial_stats[slot_row + r] = stat;
+      }
     }
     __syncthreads();  // `stats` may be written again
     if (merges_in_place && !whole) parts.add(p, segment, tiles_total);

@@ -8,16 +8,17 @@
 // tile's arrival and the next copies. Heads of 64 dims are read two at once, since memory gives 256
 // bytes in one place faster than twice 128.
 //
-// Rows of the score matrix are a KV head's (query, head of the group), query-major. Blocks of 8 go
-// to the warps in turn, so that few rows are shared out evenly: row r is in block r / 8, of warp
-// r / 8 % 4, in the lower or the upper half of its 16 rows of a product.
+// Blocks of 8 places (rows.cuh) go to the warps in turn, so that few rows are shared out evenly: place
+// i is in block i / 8, of warp i / 8 % 4, in the lower or the upper half of its 16 rows of a product.
 //
 // A whole pair's results go to the output, a piece's to the workspace, where the last CTA of the pair
 // or a kernel of its own merges them: combine.cuh.
 #pragma once
 #include "combine.cuh"
+#include "fp8.cuh"
 #include "params.cuh"
 #include "plan.cuh"
+#include "rows.cuh"
 #include "scores.cuh"
 #include "segments.cuh"
 #include "wgmma.cuh"
@@ -33,11 +34,11 @@ constexpr int kHeadBytes = kHeadDim / 64 * kKVBlockBytes;
 constexpr int kQueryBlockBytes = 64 * kBlockRowBytes;
 constexpr int kProductBytes = 64 * kRowBytes;
 
-// Where the chunk of 8 dims of a head's row is in the operand of queries.
-__device__ __forceinline__ uint32_t query_offset(int r, int chunk) {
-  const int block = r / 8;
+// Where the chunk of 8 dims of a head's place is in the operand of queries.
+__device__ __forceinline__ uint32_t query_offset(int place, int chunk) {
+  const int block = place / 8;
   return block / 8 * kProductBytes +
-         chunk_offset<kQueryBlockBytes>(block % 4 * 16 + block / 4 % 2 * 8 + r % 8, chunk);
+         chunk_offset<kQueryBlockBytes>(block % 4 * 16 + block / 4 % 2 * 8 + place % 8, chunk);
 }
 
 // A lane's scores of a row are of the products' columns 8j + 2 * quad + b, b < 2. They are to be
@@ -45,80 +46,56 @@ __device__ __forceinline__ uint32_t query_offset(int r, int chunk) {
 // quad's lies in the tile's row 8j + 2 * quad + b with t = token_of(j, b).
 __host__ __device__ constexpr int token_of(int j, int b) { return j / 4 * 8 + j % 4 + 4 * b; }
 
+// The row of an operand that has a token of a warp's group.
+__device__ __forceinline__ int operand_row(int warp, int token) {
+  const int j = token / 8 * 4 + token % 4, b = token / 4 % 2;
+  return 8 * j + 2 * warp + b;
+}
+
 // Starts a warp's copies of its group of a tile.
 __device__ __forceinline__ void start_copies(const AttendParams& p, const Group& group,
                                              uint32_t stage, int warp, int lane, uint64_t policy) {
-  constexpr int kSetChunks = kHeads * kChunks;
   constexpr int kTokensAtOnce = 32 / kSetChunks;
   const int chunk = lane % kSetChunks;
-  const int dim = group.head_set * kHeads * kHeadDim + chunk * 8;
+  const int dim = group.head_set * kHeads * kHeadDim + chunk * kChunkDims;
   for_copies<kGroupTokens / kTokensAtOnce>(p, group, [&](int i, bool any_new) {
     const int token = i * kTokensAtOnce + lane / kSetChunks;
     const int slot = __shfl_sync(~0u, group.index, token);
     const Sources from = sources(p, group, slot, token, dim, any_new);
-    const int j = token / 8 * 4 + token % 4, b = token / 4 % 2;
-    const uint32_t to = stage + chunk_offset<kKVBlockBytes>(8 * j + 2 * warp + b, chunk);
+    const uint32_t to =
+        stage + (kWidens ? ((warp * kGroupTokens + token) * kSetChunks + chunk) * 16
+                         : chunk_offset<kKVBlockBytes>(operand_row(warp, token), chunk));
     const uint32_t bytes = token < group.valid ? 16 : 0;
     copy_async(to, from.k, bytes, policy);
     copy_async(to + kHalfStage, from.v, bytes, policy);
   });
 }
 
-// Two weights as bf16, of which the bits are close to a logarithm: 8 for the exponent, 7 that follow.
-__device__ __forceinline__ uint32_t logarithms(uint32_t packed, float low, float high) {
-#if VEGAS_HALF
-  const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&two);
-#else
-  return packed;
-#endif
-}
-
-// Eight tokens' scores as 4 bits each, the first lowest: round(log2(weight) + shift) from 0 to 15.
-// Rounding goes by the weight itself, up from 1.5 times a power of two. shifts: what the logarithms
-// get, twice. decode in selection.cu is the inverse.
-__device__ __forceinline__ uint32_t encode(const uint32_t (&logs)[4], uint32_t shifts) {
-  constexpr uint32_t kMost = 0x07FF07FF, kDigits = 0x07800780;
-  uint32_t digits[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    digits[i] = __viaddmin_s16x2_relu(logs[i], shifts, kMost) & kDigits;
-  }
-  return digits[0] >> 7 | digits[1] >> 3 | digits[2] << 1 | digits[3] << 5;
-}
-// The shifts for weights relative to 2^top. Rows whose score nobody wants may have any.
-__device__ __forceinline__ uint32_t encode_shifts(float top, const ScoreRow& row) {
-  const float octaves = fminf(fmaxf(top + row.shift, -100.f), 100.f);
-  const int shift = __float2int_rn(octaves * 128.f) - (127 << 7) + (1 << 6);
-  return __byte_perm(shift, shift, 0x1010);
-}
-
 template <bool kSparse, bool kScores>
 __global__ void __launch_bounds__(kThreads, kCtas)
     attend_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(1024) char shared[];
-  char* const q_shared = shared + kRingBytes;
-  ScoreRow* const score_rows =
-      reinterpret_cast<ScoreRow*>(shared + kRingBytes + kQueryBytes);
+  char* const operands_shared = shared + kRingBytes;
+  char* const q_shared = operands_shared + kOperandBytes;
+  float2* const score_heads = reinterpret_cast<float2*>(q_shared + kQueryBytes);
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t queries = ring + kRingBytes;
+  const uint32_t queries = ring + kRingBytes + kOperandBytes;
 
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int quad = lane % 4;
-  const int rows_used = p.num_queries * p.group;
   const uint64_t policy = evict_first_policy();
-  // This lane's rows of a head, in its product m.
-  const auto row_of = [warp, lane](int m, int half) {
-    return ((m * 2 + half) * 4 + warp) * 8 + lane / 4;
-  };
-  // Of a head's blocks of this warp, which have rows, and which have scores to store.
-  int used = 0, scored = 0;
+  // The rows of a head that this lane has parts of, and which of its blocks are not all padding.
+  int rows[kRowTiles][2], used = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i) {
-    const int r = (i * 4 + warp) * 8;
-    used |= (r < rows_used) << i;
-    if (kScores) scored |= has_scores(p, r) << i;
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows[m][half] = row_at(p, ((m * 2 + half) * 4 + warp) * 8 + lane / 4);
+      used |= __any_sync(~0u, rows[m][half] >= 0) << (2 * m + half);
+    }
   }
+  // The head whose scores this lane has parts of, if there is one.
+  const int scored_head = warp * 8 + lane / 4;
 
   Segment segment{p.plan.ctas[blockIdx.x], 0};
   segment.remaining = p.plan.ctas[blockIdx.x + 1].tile - segment.at.tile;
@@ -148,14 +125,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
   for (int i = 0; i < kShares; ++i) {
     const int h = i * kRowsAtOnce / kHeadRows;
-    const int r = i * kRowsAtOnce % kHeadRows + threadIdx.x / kChunks, query = r / p.group;
-    share_at[i] = r < rows_used
-                      ? query * static_cast<int>(p.q_stride) +
-                            (h * p.group + r - query * p.group) * kHeadDim + lane % kChunks * 8
-                      : -1;
+    const int r = row_at(p, i * kRowsAtOnce % kHeadRows + threadIdx.x / kChunks);
+    const int query = r / p.group;
+    share_at[i] = r >= 0 ? query * static_cast<int>(p.q_stride) +
+                               (h * p.group + r - query * p.group) * kHeadDim + lane % kChunks * 8
+                         : -1;
   }
   Parts parts;
-  const bool merges_in_place = rows_used <= kMaxRowsInPlace;
+  const bool merges_in_place = p.num_queries * p.group <= kMaxRowsInPlace;
 
   for (; __shfl_sync(~0u, segment.tiles(), 0) > 0; segment.next(p)) {
     const CtaStart& at = segment.at;
@@ -172,27 +149,32 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       shares[i] = share_at[i] >= 0 ? *reinterpret_cast<const uint4*>(q + share_at[i])
                                    : make_uint4(0, 0, 0, 0);
     }
+    ScorePlace score_to{};
+    float2 references{};
+    if (kScores) {
+      score_to = score_place(p, at, at.head_set * kHeads);
+      references = score_references(p, at, at.head_set * kHeads + threadIdx.x / kMaxGroup,
+                                    threadIdx.x % kMaxGroup);
+    }
 #pragma unroll
     for (int i = 0; i < kShares; ++i) {
       const int h = i * kRowsAtOnce / kHeadRows;
-      const int r = i * kRowsAtOnce % kHeadRows + threadIdx.x / kChunks;
+      const int place = i * kRowsAtOnce % kHeadRows + threadIdx.x / kChunks;
       *reinterpret_cast<uint4*>(q_shared + h * kRowTiles * kProductBytes +
-                                query_offset(r, lane % kChunks)) = shares[i];
+                                query_offset(place, lane % kChunks)) = operands_of(shares[i]);
     }
 
     int score_tokens = 0;  // of the list, that have scores
     uint8_t* score_at = nullptr;
     int score_step_bytes = 0;
     if (kScores) {
-      const ScorePlace place = score_place(p, at, at.head_set * kHeads);
-      score_tokens = place.groups * kScoreTokens;
-      score_step_bytes = kTileTokens / kScoreTokens * place.group_bytes;
+      score_tokens = score_to.groups * kScoreTokens;
+      score_step_bytes = kTileTokens / kScoreTokens * score_to.group_bytes;
       const int own = first_token + quad * kLaneTokens;
-      score_at = place.at + static_cast<int64_t>(own / kScoreTokens) * place.group_bytes +
-                 own % kScoreTokens / 2;
-      for (int r = threadIdx.x; r < kHeads * kHeadRows; r += kThreads) {
-        score_rows[r] = score_row(p, at, at.head_set * kHeads + r / kHeadRows, r % kHeadRows,
-                                  place.lowest_exponent);
+      score_at = score_to.at + static_cast<int64_t>(own / kScoreTokens) * score_to.group_bytes +
+                 own % kScoreTokens / 2 + scored_head * (kScoreTokens / 2);
+      if (threadIdx.x < kHeads * kMaxGroup) {
+        score_heads[threadIdx.x] = score_exponents(p, references, score_to.lowest_exponent);
       }
     }
 
@@ -211,6 +193,17 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (int s = 0; s < steps + padding; ++s) {
       const int token = first_token + s * kTileTokens;
       wait_copies<kStages - 2>();
+      if (kWidens && s < steps) {
+        __syncwarp();
+        const auto row_of = [warp](int token) { return operand_row(warp, token); };
+        constexpr int kGroupBytes = kGroupTokens * kSetChunks * 16;
+        const char* const from = shared + stage_index * kStageBytes + warp * kGroupBytes;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          widen_group<kKVBlockBytes>(from + i * kHalfStage, operands_shared + i * kHalfOperands,
+                                     lane, row_of);
+        }
+      }
       fence_async_proxy();
       __syncthreads();  // the tile is there, and the one before it has been read
       const int free_index = stage_index == 0 ? kStages - 1 : stage_index - 1;
@@ -221,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       next_slots = slots(p, next_positions);
       next_positions = lookahead.positions(p, warp, lane);
 
-      const uint32_t stage = ring + stage_index * kStageBytes;
+      const uint32_t tile = kWidens ? ring + kRingBytes : ring + stage_index * kStageBytes;
       stage_index = stage_index == kStages - 1 ? 0 : stage_index + 1;
       if (s >= steps) continue;
 
@@ -233,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         for (int d = 0; d < kSteps; ++d) {
           multiply_dims(scores[m],
                         dims_descriptor<kQueryBlockBytes>(queries + m * kProductBytes, d),
-                        dims_descriptor<kKVBlockBytes>(stage + m / kRowTiles * kHeadBytes, d),
+                        dims_descriptor<kKVBlockBytes>(tile + m / kRowTiles * kHeadBytes, d),
                         d > 0);
         }
       }
@@ -249,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         if (token + kTileTokens > all_visible || token < first_for_all) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int query = min(row_of(head_product, half) / p.group, p.num_queries - 1);
+            const int query = rows[head_product][half] / p.group;
             const int limit = all_visible + query - token - quad * kLaneTokens;
             const int low = p.window > 0 ? limit - p.window : 0;
 #pragma unroll
@@ -276,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             for (int j = 0; j < kTileTokens / 8; ++j) {
               const float low = exp2_fast(fmaf(x[4 * j + 2 * half], p.scale, -top));
               const float high = exp2_fast(fmaf(x[4 * j + 2 * half + 1], p.scale, -top));
-              packed[j] = pack(low, high);
+              packed[j] = pack_operands(low, high);
               added += low + high;
             }
             return added;
@@ -303,37 +296,31 @@ __global__ void __launch_bounds__(kThreads, kCtas)
               added = weigh();
             }
             sum[m][half] += added;
-            if (kScores && (scored >> block & 1)) {
-              const ScoreRow score =
-                  score_rows[m / kRowTiles * kHeadRows + row_of(head_product, half)];
-              const uint32_t shifts = encode_shifts(top, score);
-              uint32_t codes[kTileTokens / 32];
-#pragma unroll
-              for (int i = 0; i < kTileTokens / 32; ++i) {
-                uint32_t logs[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                  const int column = 4 * (4 * i + j) + 2 * half;
-                  logs[j] = logarithms(packed[4 * i + j],
-                                       exp2_fast(fmaf(x[column], p.scale, -top)),
-                                       exp2_fast(fmaf(x[column + 1], p.scale, -top)));
-                }
-                codes[i] = encode(logs, shifts);
-              }
-              if (score.offset >= 0 && token + quad * kLaneTokens < score_tokens) {
-                uint8_t* const to =
-                    score_at + m / kRowTiles * p.score_head_stride + score.offset;
-                if constexpr (kTileTokens == 64) {
-                  *reinterpret_cast<uint2*>(to) = make_uint2(codes[0], codes[1]);
-                } else {
-                  *reinterpret_cast<uint32_t*>(to) = codes[0];
-                }
-              }
-            }
           }
 #pragma unroll
           for (int j = 0; j < kTileTokens / 8; ++j) {
             weights[m][j / 2][half + 2 * (j % 2)] = exists ? packed[j] : 0;
+          }
+        }
+        if (kScores && head_product == 0 && warp * 8 < p.group) {
+          const int h = m / kRowTiles;
+          const float2 exponents = score_heads[h * kMaxGroup + scored_head];
+          const float first_factor = score_factor(maximum[m][0], exponents.x);
+          const float last_factor = score_factor(maximum[m][1], exponents.y);
+          uint32_t codes[kTileTokens / 32];
+#pragma unroll
+          for (int i = 0; i < kTileTokens / 32; ++i) {
+            uint32_t digits[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const uint32_t* const pair = weights[m][2 * i + j / 2] + 2 * (j % 2);
+              digits[j] = score_digits(pair[0], first_factor, pair[1], last_factor);
+            }
+            codes[i] = digits[0] >> 7 | digits[1] >> 3 | digits[2] << 1 | digits[3] << 5;
+          }
+          if (scored_head < p.group && token + quad * kLaneTokens < score_tokens) {
+            *reinterpret_cast<uint2*>(score_at + h * p.score_head_stride) =
+                make_uint2(codes[0], codes[1]);
           }
         }
 
@@ -342,12 +329,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         for (int i = 0; i < kTileTokens / 16; ++i) {
           multiply_rows(o[m], weights[m][i],
                         rows_descriptor<kKVBlockBytes>(
-                            stage + kHalfStage + m / kRowTiles * kHeadBytes, i));
+                            tile + kHalfOperands + m / kRowTiles * kHeadBytes, i));
         }
         commit_products();
       }
       if (kScores) score_at += score_step_bytes;
       wait_products();
+      if (kWidens) __syncthreads();  // the tile has been read
     }
 
     const int pair_tiles = tiles_of<kTileTokens>(list);
@@ -362,8 +350,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         float total = sum[m][half];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        const int r = row_of(m % kRowTiles, half);
-        if (r >= rows_used) continue;
+        const int r = rows[m % kRowTiles][half];
+        if (r < 0) continue;
         const float2 stat = make_float2(maximum[m][half], total);
         if (whole) {
           const int64_t row = output_row(p, at.request, kv_head, r);
@@ -379,11 +367,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         } else {
           const int64_t row = slot * kSlotRows + h * kHeadRows + r;
           if (quad == 0) p.partial_stats[row] = stat;
-          float* const to = p.partial_o + row * kHeadDim + quad * 2;
+          const float factor = piece_factor(stat);
+          __half* const to = p.partial_o + row * kHeadDim + quad * 2;
 #pragma unroll
           for (int d = 0; d < kHeadDim / 8; ++d) {
-            *reinterpret_cast<float2*>(to + d * 8) =
-                make_float2(o[m][4 * d + 2 * half], o[m][4 * d + 2 * half + 1]);
+            *reinterpret_cast<uint32_t*>(to + d * 8) =
+                pack_halves(o[m][4 * d + 2 * half] * factor, o[m][4 * d + 2 * half + 1] * factor);
           }
         }
       }

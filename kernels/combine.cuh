@@ -1,7 +1,8 @@
-// Merges the pieces of pairs that several CTAs have parts of, from the workspace that attend.cuh
-// filled: a thread for four dims of a row.
+// Merges the pieces of pairs that several CTAs have parts of, from the workspace: a thread for four
+// dims of a row. Pieces have outputs of their own, as halves: writes cost the attention's reads far
+// more than their bytes (NOTES.md), and a half's 11 bits are more than a bf16 output keeps.
 #pragma once
-#include "params.cuh"
+#include "rows.cuh"
 #include "segments.cuh"
 
 constexpr int kCombineThreads = 256;
@@ -12,15 +13,6 @@ struct Pieces {
   int first;
   int end;
 };
-
-
-// Of `out` and `lse`.
-__device__ __forceinline__ int64_t output_row(const AttendParams& p, int request, int kv_head,
-                                              int r) {
-  const int query = r / p.group;
-  const int64_t token = static_cast<int64_t>(request) * p.num_queries + query;
-  return (token * p.num_kv_heads + kv_head) * p.group + r - query * p.group;
-}
 
 // What a row's outputs are multiplied by in the end, and its log-sum-exp (log2).
 struct Softmax {
@@ -35,9 +27,9 @@ __device__ __forceinline__ Softmax softmax_of(const AttendParams& p, int kv_head
     const float top = fmaxf(stat.x, sink);
     const float before = exp2_fast(stat.x - top);
     const float sum = stat.y * before + exp2_fast(sink - top);
-    return {before / sum, top + log2f(sum)};
+    return {p.v_scale * before / sum, top + log2f(sum)};
   }
-  return stat.y > 0.f ? Softmax{1.f / stat.y, stat.x + log2f(stat.y)} : Softmax{0.f, -INFINITY};
+  return stat.y > 0.f ? Softmax{p.v_scale / stat.y, stat.x + log2f(stat.y)} : Softmax{0.f, -INFINITY};
 }
 
 // tile, tiles: the pair's first with entries, and how many those are; total: all that are numbered.
@@ -51,6 +43,11 @@ __device__ __forceinline__ void write_output(const AttendParams& p, int64_t row,
       make_uint2(pack(o.x * factor, o.y * factor), pack(o.z * factor, o.w * factor));
 }
 
+// A piece's factor: its outputs are those of its entries alone, without a sink.
+__device__ __forceinline__ float piece_factor(float2 stat) {
+  return stat.y > 0.f ? 1.f / stat.y : 0.f;
+}
+
 __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces& pieces,
                                              int request, int head_set, int item) {
   constexpr int kAtOnce = 12;
@@ -61,13 +58,16 @@ __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces
   float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int c = pieces.first; c < pieces.end; c += kAtOnce) {
     float2 stats[kAtOnce];
-    float4 values[kAtOnce];
+    uint2 values[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
+      stats[j] = make_float2(kNoMaximum, 0.f);
+      values[j] = make_uint2(0, 0);
+      if (c + j >= pieces.end) continue;
       // Other multiprocessors wrote these: past the L1.
-      const int64_t at = (min(c + j, pieces.end - 1) + pair) * kSlotRows + h * kHeadRows + r;
+      const int64_t at = (c + j + pair) * kSlotRows + h * kHeadRows + r;
       stats[j] = __ldcg(p.partial_stats + at);
-      values[j] = __ldcg(reinterpret_cast<const float4*>(p.partial_o + at * kHeadDim) + four);
+      values[j] = __ldcg(reinterpret_cast<const uint2*>(p.partial_o + at * kHeadDim) + four);
     }
     float top = maximum;
 #pragma unroll
@@ -78,12 +78,13 @@ __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces
     o = make_float4(o.x * before, o.y * before, o.z * before, o.w * before);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const float factor = c + j < pieces.end ? exp2_fast(stats[j].x - top) : 0.f;
-      sum += stats[j].y * factor;
-      o.x += values[j].x * factor;
-      o.y += values[j].y * factor;
-      o.z += values[j].z * factor;
-      o.w += values[j].w * factor;
+      const float mass = stats[j].y * exp2_fast(stats[j].x - top);
+      const float2 low = unpack_halves(values[j].x), high = unpack_halves(values[j].y);
+      sum += mass;
+      o.x += low.x * mass;
+      o.y += low.y * mass;
+      o.z += high.x * mass;
+      o.w += high.y * mass;
     }
   }
   const int kv_head = head_set * kHeads + h;

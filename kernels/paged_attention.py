@@ -90,14 +90,19 @@ class PagedAttention:
         max_batch: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """num_queries: the most that a plan has. Builds the kernels where that is still to do.
+        """num_queries: the most that a plan has. kv_dtype: the caches', None for the queries'.
+        Builds the kernels where that is still to do.
 
         Raises ValueError for a shape that `supports` refuses.
         """
         device = _with_index(device)
         capability = torch.cuda.get_device_capability(device)
-        reason = unsupported(num_heads, num_kv_heads, head_dim, num_queries, dtype, capability)
+        kv_dtype = kv_dtype or dtype
+        reason = unsupported(
+            *(num_heads, num_kv_heads, head_dim, num_queries, dtype, capability, kv_dtype)
+        )
         if reason is None and not 1 <= max_batch <= MAX_BATCH:
             reason = f"a batch of {max_batch} (1 to {MAX_BATCH} are supported)"
         if reason is not None:
@@ -108,6 +113,7 @@ class PagedAttention:
         self.num_queries = num_queries
         self.max_batch = max_batch
         self.dtype = dtype
+        self.kv_dtype = kv_dtype
         self.device = device
         self.group = num_heads // num_kv_heads
 
@@ -115,7 +121,7 @@ class PagedAttention:
         instances: list[Instance] = []
         for queries in (1, num_queries):
             instance = find_instance(
-                *(queries * self.group, num_kv_heads, head_dim, dtype, capability)
+                *(queries * self.group, num_kv_heads, head_dim, dtype, kv_dtype, capability)
             )
             assert instance is not None
             if instance not in instances:
@@ -132,7 +138,7 @@ class PagedAttention:
         # A piece's slot is its CTA's number plus its pair's.
         pairs = max_batch * num_kv_heads
         slot_rows = max((loaded.num_ctas + pairs) * loaded.slot_rows for loaded in self._loaded)
-        self._partial_o = bytes_buffer(slot_rows * head_dim * 4)
+        self._partial_o = bytes_buffer(slot_rows * head_dim * 2)
         self._partial_stats = bytes_buffer(slot_rows * 8)
         self._pieces_done = bytes_buffer(pairs * 4)
         num_ctas = max(loaded.num_ctas for loaded in self._loaded)
@@ -220,6 +226,8 @@ class PagedAttention:
         layer: int = 0,
         new_kv: NewKV = None,
         sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Attends as the last `plan_dense` says, and has `scores` collect this layer's scores.
 
@@ -227,13 +235,15 @@ class PagedAttention:
         k_cache, v_cache: (num_slots, num_kv_heads, head_dim). req_to_token: (num_rows, width)
         int32, slot of every position. new_kv: K and V of the queries' own positions, (batch *
         num_queries, num_kv_heads, head_dim), rows may be strided: the call writes them into the
-        caches. None where they are there already. sinks: (num_heads,) float32, for each head
-        the score of one more entry, which has no value; `lse` includes it.
+        caches. None where they are there already, as they must be with KV of 8 bits. sinks:
+        (num_heads,) float32, for each head the score of one more entry, which has no value; `lse`
+        includes it. k_scale, v_scale: what the caches' values are to be multiplied by.
         """
         if scores is not None and self._current is not None and self._current.window > 0:
             raise ValueError("a layer with a window has no scores to collect")
         self._run(
-            *(q, k_cache, v_cache, req_to_token, None, layer, scale, out, scores, new_kv, sinks)
+            *(q, k_cache, v_cache, req_to_token, None, layer, scale, out, scores, new_kv, sinks),
+            *(k_scale, v_scale),
         )
 
     def sparse(
@@ -248,12 +258,15 @@ class PagedAttention:
         out: torch.Tensor,
         new_kv: NewKV = None,
         sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Attends as the last `plan_sparse` says, with the layer's tables. q, out: (batch,
         num_heads, head_dim); the others as for `dense`. No table makes it read outside of its
         request's positions."""
         self._run(
-            *(q, k_cache, v_cache, req_to_token, tables, layer, scale, out, None, new_kv, sinks)
+            *(q, k_cache, v_cache, req_to_token, tables, layer, scale, out, None, new_kv, sinks),
+            *(k_scale, v_scale),
         )
 
     def _run(
@@ -269,12 +282,14 @@ class PagedAttention:
         scores: ScoreCollector | None,
         new_kv: NewKV,
         sinks: torch.Tensor | None,
+        k_scale: float,
+        v_scale: float,
     ) -> None:
         current = self._current
         if current is None or current.sparse != (tables is not None):
             raise ValueError("the last plan was of the other kind, or there was none")
-        if scale <= 0:
-            raise ValueError(f"scale must be positive, got {scale}")
+        if scale * k_scale <= 0:
+            raise ValueError(f"scales must be positive, got {scale} and {k_scale} for K")
         shape = (current.batch * current.num_queries, self.num_heads, self.head_dim)
         _check_shape(q, shape, "q")
         _check_shape(out, shape, "out")
@@ -286,8 +301,8 @@ class PagedAttention:
         attend = structs.AttendParams(
             plan=self._plan_struct,
             q=pointer(q, self.dtype, 3, "q"),
-            k=pointer(k_cache, self.dtype, 3, "k_cache"),
-            v=pointer(v_cache, self.dtype, 3, "v_cache"),
+            k=pointer(k_cache, self.kv_dtype, 3, "k_cache"),
+            v=pointer(v_cache, self.kv_dtype, 3, "v_cache"),
             out=pointer(out, self.dtype, 3, "out"),
             lse=self.lse.data_ptr(),
             req_to_token=pointer(req_to_token, torch.int32, 2, "req_to_token"),
@@ -302,12 +317,15 @@ class PagedAttention:
             group=self.group,
             num_queries=current.num_queries,
             window=current.window,
-            scale=scale * LOG2E,
+            scale=scale * k_scale * LOG2E,
+            v_scale=v_scale,
         )
         if sinks is not None:
             _check_shape(sinks, (self.num_heads,), "sinks")
             attend.sinks = pointer(sinks, torch.float32, 1, "sinks")
         if new_kv is not None:
+            if self.kv_dtype != self.dtype:
+                raise ValueError(f"new K and V can't be written into caches of {self.kv_dtype}")
             for tensor, name in zip(new_kv, ("new K", "new V"), strict=True):
                 _check_shape(tensor, (shape[0], self.num_kv_heads, self.head_dim), name)
                 _check_rows(tensor, name)
@@ -322,7 +340,7 @@ class PagedAttention:
         if scores is not None:
             scores.check_attention(self)
             attend.scores = scores.scores.data_ptr()
-            attend.score_head_stride = scores.head_stride(current.num_queries)
+            attend.score_head_stride = scores.head_stride
             attend.references = scores.score_ref[layer].data_ptr()
             attend.score_groups = scores.score_groups.data_ptr()
         loaded = current.loaded
@@ -354,14 +372,15 @@ class ScoreCollector:
 
     A pass: `begin` once; a layer: `PagedAttention.dense(..., scores=self)`, then `select`. The
     weight of position t in a layer is the sum, over the query heads and both queries, of t's
-    softmax probability; the k heaviest positions of [0, rank_len) become the row's table, in any
-    order.
+    softmax probability; the k heaviest positions of [0, rank_len) become the row's table, those
+    at the threshold last, each in ascending order: the same scores give the same table.
 
-    Scores leave the attention as 4 bits, the power of two next to 2^(score - reference); the
-    reference is the head's and query's log-sum-exp in the previous pass over the row. The range of
-    15 octaves ends where a single weight makes its position one of the k heaviest anyway, and 3
-    octaves above that, since references are old. The exact log-sum-exp is applied when the weights
-    are summed, so that an old reference costs range only.
+    Scores leave the attention as 4 bits a head, the power of two next to the sum of both queries'
+    2^(score - reference); a reference is the head's and query's log-sum-exp in the previous pass
+    over the row. The range of 15 octaves ends where a single weight makes its position one of the
+    k heaviest anyway, and 3 octaves above that, since references are old. The exact log-sum-exps
+    are applied when the heads are summed: every head has its exact part of the weight, within
+    which the queries' shares differ by as much as their references' ages do.
     """
 
     # Bytes of all buffers.
@@ -389,7 +408,7 @@ class ScoreCollector:
         device = _with_index(device)
         if not 1 <= max_batch <= MAX_BATCH:
             raise ValueError(f"max_batch is {max_batch}, 1 to {MAX_BATCH} are supported")
-        if capacity_tokens * num_heads * 2 // structs.GROUP_TOKENS >= 1 << 32:
+        if capacity_tokens * num_heads // structs.GROUP_TOKENS >= 1 << 32:
             raise ValueError(f"capacity_tokens is {capacity_tokens}: too many for 32-bit offsets")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -417,25 +436,29 @@ class ScoreCollector:
 
         # Each request's tokens begin a new group.
         self._groups = -(-capacity_tokens // structs.GROUP_TOKENS) + max_batch
-        self.scores = buffer(self._groups * structs.GROUP_TOKENS * num_heads, dtype=torch.uint8)
+        self.scores = buffer(
+            self._groups * structs.GROUP_TOKENS // 2 * num_heads, dtype=torch.uint8
+        )
         # The last keys of a token pass, 12 bits of its weight's logarithm.
         self.keys = buffer(self._groups * structs.GROUP_TOKENS, dtype=torch.int16)
         self.score_ref = buffer(num_layers, num_rows, num_heads, 2, dtype=torch.float32)
         self.score_groups = buffer(max_batch, structs.SCORE_GROUPS_BYTES // 4, dtype=torch.int32)
-        # (max_batch, 4): tokens ranked (0: none are), k, first group and unit in the buffers.
-        self.collections = buffer(max_batch, structs.COLLECTION_BYTES // 4, dtype=torch.int32)
-        self._shares = buffer(self._num_blocks * structs.SHARE_BYTES, dtype=torch.uint8)
+        max_shares = self._num_blocks + max_batch
+        self._num_shares = buffer(1, dtype=torch.int32)
+        self._shares = buffer(max_shares * structs.SHARE_BYTES, dtype=torch.uint8)
+        self._chosen = buffer(max_shares, dtype=torch.int64)
         self._states = buffer(max_batch * structs.LAYER_STATE_BYTES, dtype=torch.uint8)
         self._histograms = buffer(max_batch, structs.HISTOGRAM_BINS, dtype=torch.int32)
         buffers = (
-            *(self.scores, self.keys, self.score_ref, self.score_groups, self.collections),
-            *(self._shares, self._states, self._histograms),
+            *(self.scores, self.keys, self.score_ref, self.score_groups, self._num_shares),
+            *(self._shares, self._chosen, self._states, self._histograms),
         )
         self.nbytes = sum(one.nbytes for one in buffers)
         self._selection = structs.Selection(
-            self.collections.data_ptr(),
             self.score_groups.data_ptr(),
+            self._num_shares.data_ptr(),
             self._shares.data_ptr(),
+            self._chosen.data_ptr(),
             self._states.data_ptr(),
             self._histograms.data_ptr(),
             self.keys.data_ptr(),
@@ -524,10 +547,10 @@ class ScoreCollector:
         if attention.planned_batch > self.max_batch:
             raise ValueError(f"batch of {attention.planned_batch}, made for up to {self.max_batch}")
 
-    def head_stride(self, num_queries: int) -> int:
+    @property
+    def head_stride(self) -> int:
         """Bytes between two KV heads in `scores`."""
-        kinds = self.group * (2 if num_queries > 1 else 1)
-        return self._groups * structs.GROUP_TOKENS // 2 * kinds
+        return self._groups * structs.GROUP_TOKENS // 2 * self.group
 
     def _select_params(
         self, attention: PagedAttention, layer: int, rows: torch.Tensor
@@ -540,7 +563,7 @@ class ScoreCollector:
             rows=pointer(rows, torch.int64, 1, "rows"),
             lse=attention.lse.data_ptr(),
             references=self.score_ref[layer].data_ptr(),
-            score_head_stride=self.head_stride(attention.planned_queries),
+            score_head_stride=self.head_stride,
             batch=batch,
             num_kv_heads=self.num_kv_heads,
             group=self.group,

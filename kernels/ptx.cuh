@@ -10,7 +10,10 @@ using Element = __half;
 #else
 using Element = __nv_bfloat16;
 #endif
+// What the products are of: halves where the KV has 8 bits.
+#define VEGAS_HALF_OPERANDS (VEGAS_HALF || VEGAS_FP8)
 
+// As Elements.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
 #if VEGAS_HALF
   __half2 two = __floats2half2_rn(low, high);
@@ -20,10 +23,28 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return *reinterpret_cast<uint32_t*>(&two);
 }
 
+// As halves; what is larger becomes the largest half.
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+  uint32_t two;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+}
+__device__ __forceinline__ float2 unpack_halves(uint32_t two) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&two));
+}
+
+__device__ __forceinline__ uint32_t pack_operands(float low, float high) {
+#if VEGAS_HALF_OPERANDS
+  return pack_halves(low, high);
+#else
+  return pack(low, high);
+#endif
+}
+
 // c (16x8, fp32) += a (16x16) * b (16x8).
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
-#if VEGAS_HALF
+#if VEGAS_HALF_OPERANDS
 #define VEGAS_MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 #else
 #define VEGAS_MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -79,12 +100,4 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// Four integers as four bytes, each clamped to 0..255; `a` is the lowest.
-__device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
-  uint32_t high, all;
-  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(d), "r"(c));
-  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(b), "r"(a), "r"(high));
-  return all;
 }

@@ -23,22 +23,34 @@ def list_positions(
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One request's attention.
 
     q: (num_queries, num_heads, head_dim); k, v: (n, num_kv_heads, head_dim); visible:
-    (num_queries,), how many of the n entries each query sees. Returns, all float64: outputs (like
-    q; 0 where nothing is visible), log2 of the softmax sums (num_queries, num_heads), and the
-    softmax weights (num_queries, num_heads, n).
+    (num_queries,), how many of the n entries each query sees, or of which it sees the last
+    `window` where that isn't 0; sinks: (num_heads,), the score of an entry that all see and that
+    has no value. Returns, all float64: outputs (like q; 0 where nothing is visible), log2 of the
+    softmax sums (num_queries, num_heads), and the softmax weights (num_queries, num_heads, n).
     """
     group = q.shape[1] // k.shape[1]
     k = k.double().repeat_interleave(group, dim=1)
     v = v.double().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,thd->qht", q.double(), k) * scale
-    hidden = torch.arange(k.shape[0], device=q.device) >= visible.view(-1, 1)
+    places, visible = torch.arange(k.shape[0], device=q.device), visible.view(-1, 1)
+    hidden = places >= visible
+    if window:
+        hidden |= places < visible - window
     scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double())
     weights = torch.exp(scores - lse.clamp(min=-1e300).unsqueeze(-1))
     return torch.einsum("qht,thd->qhd", weights, v), lse / math.log(2), weights
 
@@ -50,13 +62,16 @@ def dense(
     slots: torch.Tensor,
     seq_len: int,
     scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Verification of one request; query i sees positions [0, seq_len + i + 1). slots: (width,),
-    its row of req_to_token. Shapes and results as for `attend`."""
+    """Verification of one request; query i sees positions [0, seq_len + i + 1), or the last
+    `window` of them. slots: (width,), its row of req_to_token. Shapes and results as for
+    `attend`."""
     kv_len = max(0, seq_len + q.shape[0])
     used = slots[:kv_len].long()
     visible = seq_len + 1 + torch.arange(q.shape[0], device=q.device)
-    return attend(q, k_cache[used], v_cache[used], visible, scale)
+    return attend(q, k_cache[used], v_cache[used], visible, scale, window, sinks)
 
 
 def sparse(
@@ -66,11 +81,12 @@ def sparse(
     slots: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A draft's query, (num_heads, head_dim), over `list_positions`. Output and log2 sums."""
     used = slots[positions].long()
     visible = torch.tensor([positions.shape[0]], device=q.device)
-    out, lse, _ = attend(q.unsqueeze(0), k_cache[used], v_cache[used], visible, scale)
+    out, lse, _ = attend(q.unsqueeze(0), k_cache[used], v_cache[used], visible, scale, sinks=sinks)
     return out[0], lse[0]
 
 

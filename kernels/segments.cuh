@@ -128,12 +128,12 @@ __device__ __forceinline__ void first_groups(const AttendParams& p, Lookahead<kS
 
 // Where the 16 bytes of K and V from `dim` on come from, of one of a group's 16 tokens.
 struct Sources {
-  const Element* k;
-  const Element* v;
+  const void* k;
+  const void* v;
 };
 __device__ __forceinline__ Sources sources(const AttendParams& p, const Group& group, int slot,
                                            int token, int dim, bool any_new) {
-  if (any_new) {
+  if (!kWidens && any_new) {
     const int which = token - (group.valid - p.num_new);
     if (which >= 0 && token < group.valid) {
       const int64_t from = static_cast<int64_t>(group.request) * p.num_new + which;
@@ -158,6 +158,7 @@ __device__ __forceinline__ void for_copies(const AttendParams& p, const Group& g
 
 // Writes new K and V into the cache: this thread's part of it, 16 bytes of either at a time.
 __device__ __forceinline__ void store_new(const AttendParams& p, int num_ctas) {
+  if (kWidens) return;  // new KV of 8 bits is the caller's
   const int of_token = p.num_kv_heads * kChunks;
   const int total = p.batch * p.num_new * of_token;
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < total; i += num_ctas * kThreads) {

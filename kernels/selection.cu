@@ -12,30 +12,23 @@
 
 #include <cstdint>
 
-// A request's part in the pass.
-struct Collection {
-  int length;       // tokens to rank; 0: nothing is collected
-  int wanted;       // entries of its tables
-  int first_group;  // of 16 tokens, in the buffers
-  int first_unit;   // of 64 tokens, of all requests' units
-};
-
-// A block's part of a layer's work: units [next, end), of which `next` is the request's.
-struct Share {
+// A block's part of a layer's work: some of a request's units.
+struct __align__(16) Share {
   int request;
-  int next;
-  int end;
-  int blocks;  // blocks that have units
-  int units;   // of all of them
+  int row;  // of the tables
+  int length;  // tokens that the request ranks
+  int wanted;  // entries of its tables
+  int first_group;  // of 16 tokens, the request's first in the buffers
+  int first_unit, end_unit;  // of the request, of 64 tokens
+  int index, count;          // among the request's shares
+  int unused[3];
 };
 
-// A request's part in one layer; all zeros between layers but for the threshold.
+// A request's part in one layer; `shares_done` is zero between layers.
 struct LayerState {
   int threshold;  // the lowest key that is chosen
   int above;      // keys above it
-  int above_taken;
-  int at_taken;
-  int blocks_done;
+  int shares_done;
 };
 
 // What the attention needs to know of a request.
@@ -47,13 +40,14 @@ struct __align__(16) ScoreGroups {
 };
 
 struct Selection {
-  Collection* collections;    // max_batch
   ScoreGroups* score_groups;  // max_batch
-  Share* shares;              // a block's
+  int* num_shares;            // 1
+  Share* shares;              // num_blocks + max_batch
+  uint64_t* chosen;           // a share's: kCounted, keys at the threshold, keys above it
   LayerState* states;         // max_batch
   unsigned* histograms;       // (max_batch, 4096), zeros between layers
   uint16_t* keys;             // a token's, (groups * 16,)
-  const uint8_t* scores;      // (num_kv_heads, groups, which query and head, 8)
+  const uint8_t* scores;      // (num_kv_heads, groups, head, 8)
 };
 
 struct BeginParams {
@@ -105,7 +99,8 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
   __shared__ int lengths[kMaxBatch];
   __shared__ int wanted[kMaxBatch];
   __shared__ int groups[kMaxBatch];
-  __shared__ int units[kMaxBatch + 1];
+  __shared__ int first_share[kMaxBatch + 1];
+  __shared__ int share_units;
   for (int r = threadIdx.x; r < p.batch; r += blockDim.x) {
     const int64_t length = p.rank_lens[r];
     int64_t k = static_cast<int64_t>(ceil(p.ratio * static_cast<double>(length)));
@@ -117,25 +112,34 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
   __syncthreads();
   if (threadIdx.x == 0) {
     int64_t used = 0;
-    int group = 0, unit = 0;
+    int group = 0, units = 0, requests = 0;
     for (int r = 0; r < p.batch; ++r) {
       const int length = lengths[r];
       const bool collected = length > 0 && used + length <= p.capacity;
-      units[r] = unit;
       groups[r] = collected ? group : -1;
       if (collected) {
         used += length;
         group += div_up(length, kGroupTokens);
-        unit += div_up(length, kUnitTokens);
+        units += div_up(length, kUnitTokens);
+        ++requests;
       }
     }
-    units[p.batch] = unit;
+    // Shares of one request each, with so many units at most. With few requests there are no more
+    // shares than blocks.
+    share_units = requests <= p.num_blocks / 2 ? div_up(units, p.num_blocks - requests)
+                                               : div_up(2 * units, p.num_blocks);
+    int share = 0;
+    for (int r = 0; r < p.batch; ++r) {
+      first_share[r] = share;
+      if (groups[r] >= 0) share += div_up(div_up(lengths[r], kUnitTokens), share_units);
+    }
+    first_share[p.batch] = share;
+    *p.selection.num_shares = share;
   }
   __syncthreads();
   for (int r = threadIdx.x; r < p.batch; r += blockDim.x) {
     const bool collected = groups[r] >= 0;
     const int group = max(groups[r], 0), length = collected ? lengths[r] : 0;
-    p.selection.collections[r] = {length, wanted[r], group, units[r]};
     // Not more than `wanted` tokens can weigh 2 * num_heads / wanted, since all weights sum up to
     // 2 * num_heads. So such a token is chosen, and how heavy it is needn't be known.
     const int heavy = static_cast<int>(ceilf(log2f(2.f * p.num_heads / max(wanted[r], 1))));
@@ -150,53 +154,29 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
       p.bases[row] = 0;
     }
   }
-  const int64_t total = units[p.batch];
-  const int working = static_cast<int>(min(total, static_cast<int64_t>(p.num_blocks)));
-  for (int block = threadIdx.x; block < p.num_blocks; block += blockDim.x) {
-    Share share{0, 0, 0, working, static_cast<int>(total)};
-    if (block < working) {
-      share.next = static_cast<int>(block * total / working);
-      share.end = static_cast<int>((block + 1) * total / working);
-      int high = p.batch;  // the request is in [share.request, high)
-      while (high - share.request > 1) {
-        const int middle = (share.request + high) / 2;
-        if (units[middle] <= share.next) share.request = middle;
-        else high = middle;
-      }
+  for (int i = threadIdx.x; i < first_share[p.batch]; i += blockDim.x) {
+    int r = 0, high = p.batch;  // the request is in [r, high)
+    while (high - r > 1) {
+      const int middle = (r + high) / 2;
+      if (first_share[middle] <= i) r = middle;
+      else high = middle;
     }
-    p.selection.shares[block] = share;
+    const int index = i - first_share[r], units = div_up(lengths[r], kUnitTokens);
+    p.selection.shares[i] = {r,
+                             static_cast<int>(p.rows[r]),
+                             lengths[r],
+                             wanted[r],
+                             groups[r],
+                             index * share_units,
+                             min((index + 1) * share_units, units),
+                             index,
+                             first_share[r + 1] - first_share[r],
+                             {}};
   }
 }
 
-// The part of a block's share that is one request's, in units of the request.
-struct Part {
-  int request;
-  int first, end;
-  Collection collection;
-};
-
-__device__ bool next_part(const Selection& s, Share& share, Part& part) {
-  if (share.next >= share.end) return false;
-  do {
-    part.request = share.request++;
-    part.collection = s.collections[part.request];
-    part.end = part.collection.first_unit + div_up(part.collection.length, kUnitTokens);
-  } while (part.end <= share.next);
-  part.first = share.next - part.collection.first_unit;
-  share.next = min(part.end, share.end);
-  part.end = share.next - part.collection.first_unit;
-  return true;
-}
-
-// How many blocks have parts of the request.
-__device__ int blocks_of(const Share& share, const Collection& collection) {
-  const auto block_of = [&](int unit) { return ((unit + 1LL) * share.blocks - 1) / share.units; };
-  const int last = collection.first_unit + div_up(collection.length, kUnitTokens) - 1;
-  return static_cast<int>(block_of(last) - block_of(collection.first_unit)) + 1;
-}
-
-// A row of scores in a group of tokens: 8 bytes.
-struct ScoreRow {
+// A head's scores in a group of tokens: 8 bytes.
+struct ScoreHead {
   __half2 factor;
   uint32_t offset;  // 8-byte units
 };
@@ -205,21 +185,24 @@ struct ScoreRow {
 // others are normal halves, and there is room for the sum of many.
 constexpr float kFactorOctaves = 4.f;
 
-__device__ ScoreRow score_row(const SelectParams& p, int request, int64_t row, int index,
-                              int kinds) {
-  const int kv_head = index / kinds, kind = index % kinds;
-  const int which = kind >= p.group;
+// The stored weights of both queries are relative to their references, whose error the factor makes
+// good for their sum.
+__device__ ScoreHead score_head(const SelectParams& p, const Share& share, int head) {
   const int num_heads = p.num_kv_heads * p.group;
-  const int head = kv_head * p.group + kind - which * p.group;
-  const float reference = p.references[(row * num_heads + head) * 2 + which];
-  const int query = which ? p.num_queries - 1 : 0;
-  const float lse =
-      p.lse[(static_cast<int64_t>(request) * p.num_queries + query) * num_heads + head];
-  const float exponent = fminf(fmaxf(reference - lse + kFactorOctaves, -24.f), 15.f);
-  // Not finite: a query that saw nothing.
-  const float factor = isfinite(reference - lse) ? exp2f(exponent) : 0.f;
-  return {__float2half2_rn(factor),
-          static_cast<uint32_t>(kv_head * (p.score_head_stride / 8) + kind)};
+  const int64_t token = static_cast<int64_t>(share.request) * p.num_queries;
+  const float first = p.lse[token * num_heads + head];
+  const float last = p.lse[(token + p.num_queries - 1) * num_heads + head];
+  const float2 references =
+      *reinterpret_cast<const float2*>(p.references + (static_cast<int64_t>(share.row) * num_heads + head) * 2);
+  // Of all positions, relative to the references; a query that saw nothing has none.
+  const auto mass_of = [](float lse, float reference) {
+    return isfinite(lse) ? exp2f(fminf(fmaxf(lse - reference, -60.f), 60.f)) : 0.f;
+  };
+  float mass = mass_of(first, references.x);
+  if (p.num_queries > 1) mass += mass_of(last, references.y);
+  const float exponent = kFactorOctaves + (p.num_queries > 1 ? 1.f : 0.f) - log2f(mass);
+  return {__float2half2_rn(mass > 0.f ? exp2f(fminf(fmaxf(exponent, -24.f), 15.f)) : 0.f),
+          static_cast<uint32_t>(head / p.group * (p.score_head_stride / 8) + head % p.group)};
 }
 
 // Tokens kToken and kToken + 4 of the 8 in a word as halves: 0, or 2^(n - 15) for n from 1 to 15.
@@ -278,7 +261,7 @@ __device__ void find_threshold(const Selection& s, int request, int wanted) {
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     if (before < wanted && before + own[i] >= wanted) {
-      *state = {kBins - 1 - (thread * kOwn + i), before, 0, 0, 0};
+      *state = {kBins - 1 - (thread * kOwn + i), before, 0};
     }
     before += own[i];
     bins[kBins - 1 - (thread * kOwn + i)] = 0;
@@ -287,36 +270,36 @@ __device__ void find_threshold(const Selection& s, int request, int wanted) {
 }
 
 __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectParams p) {
-  extern __shared__ ScoreRow score_rows[];
+  extern __shared__ ScoreHead score_heads[];
   __shared__ unsigned histogram[kBins];
   __shared__ bool last;
   const Selection& s = p.selection;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int lane_group = lane / 8, lane_row = lane % 8;  // of 4 groups, of 8 rows
-  const int kinds = p.num_queries > 1 ? 2 * p.group : p.group;
-  const int num_rows = p.num_kv_heads * kinds;
+  const int lane_group = lane / 8, lane_row = lane % 8;  // of 4 groups, of 8 heads
+  const int num_heads = p.num_kv_heads * p.group;
   for (int i = threadIdx.x; i < kBins; i += kReduceThreads) histogram[i] = 0;
 
+  // Both loads at once, which is why the second doesn't wait for the loop's condition.
+  const int num_shares = *s.num_shares;
   Share share = s.shares[blockIdx.x];
-  Part part;
-  while (next_part(s, share, part)) {
-    const Collection collection = part.collection;
-    const int64_t row = p.rows[part.request];
-    for (int i = threadIdx.x; i < num_rows; i += kReduceThreads) {
-      score_rows[i] = score_row(p, part.request, row, i, kinds);
+  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
+    if (i != blockIdx.x) share = s.shares[i];
+    if (threadIdx.x == 0) s.chosen[i] = 0;
+    for (int h = threadIdx.x; h < num_heads; h += kReduceThreads) {
+      score_heads[h] = score_head(p, share, h);
     }
     __syncthreads();
-    for (int unit = part.first + warp; unit < part.end; unit += kReduceThreads / 32) {
+    for (int unit = share.first_unit + warp; unit < share.end_unit; unit += kReduceThreads / 32) {
       const int group = unit * (kUnitTokens / kGroupTokens) + lane_group;
-      const bool valid = group * kGroupTokens < collection.length;
-      const int64_t buffer_group = collection.first_group + group;
+      const bool valid = group * kGroupTokens < share.length;
+      const int64_t buffer_group = share.first_group + group;
       const uint2* const from =
-          reinterpret_cast<const uint2*>(s.scores) + buffer_group * kinds;
+          reinterpret_cast<const uint2*>(s.scores) + buffer_group * p.group;
       __half2 weights[8] = {};
       if (valid) {
 #pragma unroll 8
-        for (int i = lane_row; i < num_rows; i += 8) {
-          const ScoreRow score = score_rows[i];
+        for (int h = lane_row; h < num_heads; h += 8) {
+          const ScoreHead score = score_heads[h];
           const uint2 loaded = __ldcs(from + score.offset);
           const uint32_t words[2] = {loaded.x, loaded.y};
 #pragma unroll
@@ -336,82 +319,101 @@ __global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectP
       if (valid) {
         const int token = group * kGroupTokens + lane_row / 4 * 8 + lane_row % 4;
         const int low = key_of(__low2half(weights[0])), high = key_of(__high2half(weights[0]));
-        uint16_t* const keys = s.keys + collection.first_group * int64_t{kGroupTokens} + token;
+        uint16_t* const keys = s.keys + share.first_group * int64_t{kGroupTokens} + token;
         keys[0] = low;
         keys[4] = high;
-        if (token < collection.length) atomicAdd(histogram + low, 1u);
-        if (token + 4 < collection.length) atomicAdd(histogram + high, 1u);
+        if (token < share.length) atomicAdd(histogram + low, 1u);
+        if (token + 4 < share.length) atomicAdd(histogram + high, 1u);
       }
     }
     __syncthreads();
-    unsigned* const bins = s.histograms + static_cast<int64_t>(part.request) * kBins;
-    for (int i = threadIdx.x; i < kBins; i += kReduceThreads) {
-      if (histogram[i] != 0) {
-        atomicAdd(bins + i, histogram[i]);
-        histogram[i] = 0;
+    unsigned* const bins = s.histograms + static_cast<int64_t>(share.request) * kBins;
+    for (int bin = threadIdx.x; bin < kBins; bin += kReduceThreads) {
+      if (histogram[bin] != 0) {
+        atomicAdd(bins + bin, histogram[bin]);
+        histogram[bin] = 0;
       }
     }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      const int done = atomicAdd(&s.states[part.request].blocks_done, 1) + 1;
-      last = done == blocks_of(share, collection);
+      last = atomicAdd(&s.states[share.request].shares_done, 1) == share.count - 1;
       __threadfence();
     }
     __syncthreads();
-    if (last) find_threshold(s, part.request, collection.wanted);
+    if (last) find_threshold(s, share.request, share.wanted);
   }
 }
 
+// A share's keys that are chosen, or may be: packed as in `chosen`, so that counts can be added.
+constexpr uint64_t kCounted = 1ull << 63;
+__device__ uint64_t pack_counts(int above, int at) {
+  return static_cast<uint64_t>(at) << 32 | static_cast<uint32_t>(above);
+}
+__device__ int above_of(uint64_t counts) { return static_cast<int>(counts & 0x7FFFFFFF); }
+__device__ int at_of(uint64_t counts) { return static_cast<int>(counts >> 32 & 0x7FFFFFFF); }
+
+// Positions in order, those above the threshold first, so that a table depends on the keys alone.
+// A share waits for the counts of those before it, whose blocks started earlier.
 __global__ void __launch_bounds__(kCompactThreads) compact_kernel(const SelectParams p) {
-  __shared__ int above_count, at_count, above_next, at_next;
+  constexpr int kWarps = kCompactThreads / 32;
+  __shared__ uint64_t warp_counts[kWarps];
+  __shared__ unsigned long long before;
   const Selection& s = p.selection;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned lower_lanes = (1u << lane) - 1;
 
+  // Both loads at once, which is why the second doesn't wait for the loop's condition.
+  const int num_shares = *s.num_shares;
   Share share = s.shares[blockIdx.x];
-  Part part;
-  while (next_part(s, share, part)) {
-    const Collection collection = part.collection;
-    const int64_t row = p.rows[part.request];
-    const int threshold = s.states[part.request].threshold;
-    const int above = s.states[part.request].above;
-    const int at_wanted = collection.wanted - above;
-    const uint16_t* const keys =
-        s.keys + static_cast<int64_t>(collection.first_group) * kGroupTokens;
-    int* const positions = p.positions + row * p.max_count;
-    const int first = part.first * kUnitTokens;
-    const int end = min(part.end * kUnitTokens, collection.length);
-    if (threadIdx.x == 0) above_count = at_count = 0;
-    __syncthreads();
+  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
+    if (i != blockIdx.x) share = s.shares[i];
+    const int threshold = s.states[share.request].threshold;
+    const int above = s.states[share.request].above;
+    const uint16_t* const keys = s.keys + static_cast<int64_t>(share.first_group) * kGroupTokens;
+    // A warp's tokens follow each other.
+    const int units = div_up(share.end_unit - share.first_unit, kWarps);
+    const int first = (share.first_unit + warp * units) * kUnitTokens;
+    const int end = min(min(share.first_unit + (warp + 1) * units, share.end_unit) * kUnitTokens,
+                        share.length);
     int own_above = 0, own_at = 0;
-    for (int t = first + static_cast<int>(threadIdx.x); t < end; t += kCompactThreads) {
+#pragma unroll 4
+    for (int t = first + lane; t < end; t += 32) {
       own_above += keys[t] > threshold;
       own_at += keys[t] == threshold;
     }
     own_above = __reduce_add_sync(~0u, own_above);
     own_at = __reduce_add_sync(~0u, own_at);
-    if (lane == 0) {
-      atomicAdd(&above_count, own_above);
-      atomicAdd(&at_count, own_at);
+    if (lane == 0) warp_counts[warp] = pack_counts(own_above, own_at);
+    if (threadIdx.x == 0) before = 0;
+    __syncthreads();
+    uint64_t counts = 0;  // of the warps before this one
+    for (int w = 0; w < warp; ++w) counts += warp_counts[w];
+    volatile uint64_t* const chosen = s.chosen + (i - share.index);  // of the request's shares
+    if (threadIdx.x == kCompactThreads - 1) chosen[share.index] = kCounted | (counts + warp_counts[warp]);
+    uint64_t others = 0;
+    for (int j = threadIdx.x; j < share.index; j += kCompactThreads) {
+      uint64_t one;
+      do one = chosen[j];
+      while (!(one & kCounted));
+      others += one & ~kCounted;
     }
+    if (others != 0) atomicAdd(&before, static_cast<unsigned long long>(others));
     __syncthreads();
-    // Reserve places in the table, then hand them out to the warps.
-    if (threadIdx.x == 0) above_next = atomicAdd(&s.states[part.request].above_taken, above_count);
-    if (threadIdx.x == 32) at_next = atomicAdd(&s.states[part.request].at_taken, at_count);
-    __syncthreads();
-    for (int t0 = first + static_cast<int>(threadIdx.x) - lane; t0 < end; t0 += kCompactThreads) {
+    counts += before;
+    int place_above = above_of(counts), place_at = at_of(counts);
+    const int at_wanted = share.wanted - above;
+    int* const positions = p.positions + static_cast<int64_t>(share.row) * p.max_count;
+    for (int t0 = first; t0 < end; t0 += 32) {
       const int t = t0 + lane;
       const int key = t < end ? keys[t] : -1;
       const unsigned is_above = __ballot_sync(~0u, key > threshold);
       const unsigned is_at = __ballot_sync(~0u, key == threshold);
-      int place_above = 0, place_at = 0;
-      if (lane == 0 && is_above) place_above = atomicAdd(&above_next, __popc(is_above));
-      if (lane == 0 && is_at) place_at = atomicAdd(&at_next, __popc(is_at));
-      place_above = __shfl_sync(~0u, place_above, 0) + __popc(is_above & lower_lanes);
-      place_at = __shfl_sync(~0u, place_at, 0) + __popc(is_at & lower_lanes);
-      if (key > threshold) positions[place_above] = t;
-      if (key == threshold && place_at < at_wanted) positions[above + place_at] = t;
+      const int own_place = place_at + __popc(is_at & lower_lanes);
+      if (key > threshold) positions[place_above + __popc(is_above & lower_lanes)] = t;
+      if (key == threshold && own_place < at_wanted) positions[above + own_place] = t;
+      place_above += __popc(is_above);
+      place_at += __popc(is_at);
     }
     __syncthreads();
   }
@@ -476,7 +478,7 @@ int vegas_select(int device, const SelectParams* params, int num_blocks, void* s
   cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
   const auto on = static_cast<cudaStream_t>(stream);
-  const size_t shared_bytes = sizeof(ScoreRow) * params->num_kv_heads * params->group * 2;
+  const size_t shared_bytes = sizeof(ScoreHead) * params->num_kv_heads * params->group;
   reduce_kernel<<<num_blocks, kReduceThreads, shared_bytes, on>>>(*params);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;

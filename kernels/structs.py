@@ -10,10 +10,9 @@ import torch
 # Bytes of what the structs point to.
 CTA_START_BYTES = 32
 LIST_BYTES = 16
-COLLECTION_BYTES = 16
 SCORE_GROUPS_BYTES = 16
-SHARE_BYTES = 20
-LAYER_STATE_BYTES = 20
+SHARE_BYTES = 48
+LAYER_STATE_BYTES = 12
 HISTOGRAM_BINS = 4096
 GROUP_TOKENS = 16
 
@@ -71,14 +70,16 @@ class AttendParams(ctypes.Structure):
         ("num_new", c_int),
         ("window", c_int),
         ("scale", c_float),
+        ("v_scale", c_float),
     ]
 
 
 class Selection(ctypes.Structure):
     _fields_ = [
-        ("collections", c_void_p),
         ("score_groups", c_void_p),
+        ("num_shares", c_void_p),
         ("shares", c_void_p),
+        ("chosen", c_void_p),
         ("states", c_void_p),
         ("histograms", c_void_p),
         ("keys", c_void_p),

@@ -47,7 +47,7 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
-#if VEGAS_HALF
+#if VEGAS_HALF_OPERANDS
 #define VEGAS_WGMMA_TYPES ".f32.f16.f16 "
 #else
 #define VEGAS_WGMMA_TYPES ".f32.bf16.bf16 "
@@ -57,8 +57,6 @@ __device__ __forceinline__ void wait_products() {
       "+f"(x[i + 6]), "+f"(x[i + 7])
 #define VEGAS_OUT32(x, i) \
   VEGAS_OUT8(x, i), VEGAS_OUT8(x, i + 8), VEGAS_OUT8(x, i + 16), VEGAS_OUT8(x, i + 24)
-#define VEGAS_OUT16(x, i) VEGAS_OUT8(x, i), VEGAS_OUT8(x, i + 8)
-#define VEGAS_NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define VEGAS_NAMES32                                                                    \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
   "%24,%25,%26,%27,%28,%29,%30,%31"
@@ -66,15 +64,7 @@ __device__ __forceinline__ void wait_products() {
   VEGAS_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
                 "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// x (64 x 32 or 64) = or += a (64 x 16) * b (32 or 64 x 16) transposed.
-__device__ __forceinline__ void multiply_dims(float (&x)[16], uint64_t a, uint64_t b, int add) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16" VEGAS_WGMMA_TYPES "{" VEGAS_NAMES16
-      "}, %16, %17, p, 1, 1, 0, 0;}"
-      : VEGAS_OUT16(x, 0)
-      : "l"(a), "l"(b), "r"(add));
-}
+// x (64 x 64) = or += a (64 x 16) * b (64 x 16) transposed.
 __device__ __forceinline__ void multiply_dims(float (&x)[32], uint64_t a, uint64_t b, int add) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"

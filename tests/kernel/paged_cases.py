@@ -43,6 +43,7 @@ def make_case(
     reserve: int = 32,
     sharpness: float = 1.0,
     seed: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> Case:
     """Requests of which each has its own row (1 and up, shuffled); a length of -1 gives a padding
     request, on row 0. Rows share some slots. The last slot holds NaNs, and every position that no
@@ -70,8 +71,8 @@ def make_case(
     beyond = torch.arange(width, device=DEVICE) >= used.unsqueeze(1)
     beyond[0] = False
     req_to_token.masked_fill_(beyond, num_slots - 1)
-    k_cache = normal(num_slots, num_kv_heads, head_dim).to(dtype)
-    v_cache = normal(num_slots, num_kv_heads, head_dim).to(dtype)
+    k_cache = normal(num_slots, num_kv_heads, head_dim).to(kv_dtype or dtype)
+    v_cache = normal(num_slots, num_kv_heads, head_dim).to(kv_dtype or dtype)
     k_cache[-1] = v_cache[-1] = POISON
     # A strided view, as queries are one of the qkv projection.
     wide = (sharpness * normal(batch * num_queries, num_heads + 2, head_dim)).to(dtype)

@@ -29,6 +29,16 @@ def test_usual_models_are_supported(num_heads, num_kv_heads, head_dim, capabilit
         assert PagedAttention.supports(*shape) is None
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_hopper_has_all_groups_and_queries(head_dim, group):
+    for num_queries in range(1, 17):
+        shape = (2 * group, 2, head_dim, num_queries, torch.bfloat16, HOPPER)
+        assert PagedAttention.supports(*shape) is None
+        fits = num_queries * group <= 128
+        assert (PagedAttention.supports(*shape, torch.float8_e4m3fn) is None) == fits
+
+
 @pytest.mark.parametrize(
     ("shape", "named"),
     [
@@ -37,7 +47,9 @@ def test_usual_models_are_supported(num_heads, num_kv_heads, head_dim, capabilit
         ((32, 8, 128, 17, torch.bfloat16, HOPPER), "17 queries"),
         ((32, 1, 128, 1, torch.bfloat16, HOPPER), "32 query heads"),
         ((30, 8, 128, 1, torch.bfloat16, HOPPER), "30 query heads over 8"),
-        ((16, 1, 128, 9, torch.bfloat16, HOPPER), "9 queries of 16 heads"),
+        ((16, 1, 128, 9, torch.bfloat16, HOPPER, torch.float8_e4m3fn), "9 queries of 16 heads"),
+        ((32, 8, 128, 7, torch.bfloat16, ADA, torch.float8_e4m3fn), "float8_e4m3fn on compute"),
+        ((32, 8, 128, 7, torch.bfloat16, HOPPER, torch.float16), "KV of torch.float16"),
         ((32, 8, 128, 7, torch.bfloat16, (7, 5)), "compute capability 7.5"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.kernel.paged_cases import DEVICE, POISON, Case, make_case, relative_e
 
 pytestmark = pytest.mark.gpu
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 TOLERANCE = {BF16: 1e-2, FP16: 2e-3}
 # Tiles are 64, 32 or 16 entries.
 EDGES = [0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 56, 57, 63, 64, 65, 120, 127, 128, 129, 1000, 2047]
@@ -30,8 +31,7 @@ SHAPES = [
         (dim, 3, group, queries)
         for dim, group, queries in itertools.product((64, 128), (1, 2, 3, 5), (1, 7))
     ],
-    *[(dim, 1, 16, queries) for dim, queries in itertools.product((64, 128), (1, 2, 8))],
-    (64, 1, 16, 16),
+    *[(dim, 1, 16, queries) for dim, queries in itertools.product((64, 128), (1, 2, 8, 9, 16))],
     (128, 8, 4, 7),
     (64, 8, 8, 7),
 ]
@@ -46,23 +46,32 @@ def attention_for(case: Case, **changes: int) -> PagedAttention:
         "max_batch": case.rows.shape[0],
         **changes,
     }
-    return PagedAttention(**values, dtype=case.q.dtype, device=DEVICE)
+    return PagedAttention(**values, dtype=case.q.dtype, device=DEVICE, kv_dtype=case.k_cache.dtype)
 
 
-def run_dense(attention: PagedAttention, case: Case) -> None:
-    attention.plan_dense(case.seq_lens, case.rows, case.num_queries)
-    attention.dense(*(case.q, case.k_cache, case.v_cache, case.req_to_token, case.scale, case.out))
+def run_dense(attention: PagedAttention, case: Case, window: int = 0, **changes: Any) -> None:
+    attention.plan_dense(case.seq_lens, case.rows, case.num_queries, window)
+    attention.dense(
+        *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.scale, case.out), **changes
+    )
 
 
-def check_dense(attention: PagedAttention, case: Case) -> None:
+def check_dense(
+    attention: PagedAttention,
+    case: Case,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     num_heads = case.q.shape[1]
     lse = attention.lse[: case.q.shape[0] * num_heads].view(-1, case.num_queries, num_heads)
     for request, seq_len in enumerate(case.seq_lens.tolist()):
         expected, expected_lse, _ = reference.dense(
             *(case.queries(request), case.k_cache, case.v_cache, case.slots(request)),
-            *(seq_len, case.scale),
+            *(seq_len, case.scale * k_scale, window, sinks),
         )
-        error = relative_error(case.output(request), expected)
+        error = relative_error(case.output(request), expected * v_scale)
         assert error < TOLERANCE[case.q.dtype], f"request {request}, {seq_len} tokens: {error:.2e}"
         torch.testing.assert_close(lse[request].double(), expected_lse, atol=2e-3, rtol=1e-4)
 
@@ -114,6 +123,62 @@ def test_large_and_growing_scores():
     check_dense(attention, case)
 
 
+# Every instance, by (head dim, KV heads, group, queries).
+INSTANCES = [(128, 2, 4, 7), (128, 1, 16, 8), (128, 1, 16, 13), (128, 2, 4, 1)]
+INSTANCES += [(64, 2, 8, 7), (64, 3, 8, 7), (64, 1, 16, 8), (64, 1, 16, 16), (64, 2, 8, 1)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 64, 128, 1000])
+@pytest.mark.parametrize(("head_dim", "num_kv_heads", "group", "num_queries"), INSTANCES)
+def test_windows_and_sinks(head_dim, num_kv_heads, group, num_queries, window):
+    num_heads = num_kv_heads * group
+    lengths = [*EDGES, 20000, -1]
+    case = make_case(lengths, num_queries, num_heads, num_kv_heads, head_dim, BF16, sharpness=2.0)
+    sinks = torch.linspace(-3, 12, num_heads, device=DEVICE)
+    attention = attention_for(case)
+    for used in (None, sinks):
+        case.out.fill_(POISON)
+        run_dense(attention, case, window, sinks=used)
+        check_dense(attention, case, window, used)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("lengths", [EDGES, [70001, 3, 512], [-1, 300, -1]])
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "num_queries"),
+    [(128, 2, 4, 7), (128, 1, 16, 8), (128, 2, 4, 1), (64, 2, 8, 7), (64, 3, 5, 16), (64, 1, 1, 1)],
+)
+def test_kv_of_8_bits(head_dim, num_kv_heads, group, num_queries, lengths, dtype):
+    num_heads = num_kv_heads * group
+    case = make_case(
+        *(lengths, num_queries, num_heads, num_kv_heads, head_dim, dtype),
+        sharpness=2.0,
+        kv_dtype=FP8,
+    )
+    attention = attention_for(case)
+    scales: dict[str, Any] = {"k_scale": 0.6, "v_scale": 3.0}
+    run_dense(attention, case, **scales)
+    check_dense(attention, case, **scales)
+    with pytest.raises(ValueError, match="float8"):
+        attention.dense(
+            *(case.q, case.k_cache, case.v_cache, case.req_to_token, case.scale, case.out),
+            new_kv=(case.q[:, :num_kv_heads], case.q[:, :num_kv_heads]),
+        )
+
+
+def test_every_e4m3():
+    """One entry a request: the output is V itself."""
+    values = torch.arange(256, device=DEVICE, dtype=torch.uint8).view(FP8)
+    values = values[values.float().isfinite()]
+    case = make_case([0] * 2, 1, 2, 2, 128, FP16, kv_dtype=FP8)
+    padded = torch.zeros(4, 128, device=DEVICE, dtype=FP8)
+    padded.view(-1)[: values.shape[0]] = values
+    case.v_cache[case.req_to_token[case.rows, 0].long()] = padded.view(2, 2, 128)
+    attention = attention_for(case)
+    run_dense(attention, case)
+    assert torch.equal(case.out.view(-1)[: values.shape[0]].float(), values.float())
+
+
 def test_fewer_queries_and_smaller_batch_than_made_for():
     attention = PagedAttention(8, 2, 128, 16, 40, BF16, DEVICE)
     for lengths, num_queries in (([100, 2000, 64], 3), ([70, 900], 1)):
@@ -147,7 +212,9 @@ def random_tables(case: Case, num_layers: int, max_k: int, *, wild: bool = False
     return Tables(positions, counts, bases)
 
 
-def check_sparse(case: Case, tables: Tables, layer: int, step: int) -> None:
+def check_sparse(
+    case: Case, tables: Tables, layer: int, step: int, sinks: torch.Tensor | None = None
+) -> None:
     for request, seq_len in enumerate(case.seq_lens.tolist()):
         row = int(case.rows[request])
         positions = reference.list_positions(
@@ -156,32 +223,36 @@ def check_sparse(case: Case, tables: Tables, layer: int, step: int) -> None:
         )
         expected, _ = reference.sparse(
             *(case.q[request], case.k_cache, case.v_cache, case.slots(request)),
-            *(positions, case.scale),
+            *(positions, case.scale, sinks),
         )
         error = relative_error(case.out[request], expected)
         assert error < TOLERANCE[case.q.dtype], f"request {request}, {seq_len} tokens: {error:.2e}"
 
 
 @pytest.mark.parametrize("wild", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, BF16), (FP16, FP16), (BF16, FP8)])
 @pytest.mark.parametrize(
-    ("head_dim", "num_kv_heads", "group"), [(128, 2, 4), (64, 3, 8), (64, 3, 1)]
+    ("head_dim", "num_kv_heads", "group"), [(128, 2, 4), (64, 2, 8), (64, 3, 8), (64, 3, 1)]
 )
 @pytest.mark.parametrize("lengths", [EDGES, [9000, -1, 30000, 1, -1], [500] * 64])
-def test_sparse(lengths, head_dim, num_kv_heads, group, dtype, wild):
+def test_sparse(lengths, head_dim, num_kv_heads, group, dtype, kv_dtype, wild):
     torch.manual_seed(1)
-    case = make_case(lengths, 1, num_kv_heads * group, num_kv_heads, head_dim, dtype)
+    num_heads = num_kv_heads * group
+    case = make_case(lengths, 1, num_heads, num_kv_heads, head_dim, dtype, kv_dtype=kv_dtype)
+    sinks = torch.linspace(-3, 12, num_heads, device=DEVICE)
     tables = random_tables(case, num_layers=2, max_k=700, wild=wild)
     attention = attention_for(case)
     for step in (0, 3):
         attention.plan_sparse(case.seq_lens, case.rows, tables, step)
         for layer in range(2):
             case.out.fill_(POISON)
+            options: dict[str, Any] = {"sinks": sinks} if layer else {}
             attention.sparse(
                 *(case.q, case.k_cache, case.v_cache, case.req_to_token, tables),
                 *(layer, case.scale, case.out),
+                **options,
             )
-            check_sparse(case, tables, layer, step)
+            check_sparse(case, tables, layer, step, **options)
 
 
 def take_out_new(case: Case, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
