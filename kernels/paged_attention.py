@@ -424,7 +424,7 @@ class ScoreCollector:
         )
         blocks, begin_bytes, select_bytes = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         error = self._library.vegas_prepare(
-            device.index, *map(ctypes.byref, (blocks, begin_bytes, select_bytes))
+            device.index, num_heads, *map(ctypes.byref, (blocks, begin_bytes, select_bytes))
         )
         check(self._library, error, "prepare")
         assert begin_bytes.value == ctypes.sizeof(structs.BeginParams)

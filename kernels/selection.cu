@@ -1,10 +1,13 @@
 // From the attention's 4-bit scores to every layer's table of selected positions.
 //
-//   begin    once a pass: who collects, how many entries each table gets, where the scores go
-//   reduce   a layer: weight of every token, summed over heads and queries, as a 12-bit key of its
-//            logarithm, and the histogram of the keys; a request's last block finds the threshold
-//   compact  a layer: positions of the keys above the threshold, and as many of those at it as are
-//            missing; also the next pass's references
+//   begin   once a pass: who collects, how many entries each table gets, where the scores go
+//   select  a layer, twice over each block's shares of tokens:
+//           the weight of every token, summed over heads, as a 12-bit key of its logarithm, and the
+//           histogram of the keys;
+//           when a request's shares are all through: the threshold, the positions of the keys above
+//           it, and as many of those at it as are missing; also the next pass's references
+//
+// Blocks of `select` wait for each other, so there are no more than the device holds at once.
 //
 // Every launcher returns a cudaError_t.
 #include <cuda_fp16.h>
@@ -24,11 +27,11 @@ struct __align__(16) Share {
   int unused[3];
 };
 
-// A request's part in one layer; `shares_done` is zero between layers.
+// Of a request: shares whose keys are counted, shares that have read the histogram. Zeros between
+// layers.
 struct LayerState {
-  int threshold;  // the lowest key that is chosen
-  int above;      // keys above it
-  int shares_done;
+  int counted;
+  int read;
 };
 
 // What the attention needs to know of a request.
@@ -43,7 +46,7 @@ struct Selection {
   ScoreGroups* score_groups;  // max_batch
   int* num_shares;            // 1
   Share* shares;              // num_blocks + max_batch
-  uint64_t* chosen;           // a share's: kCounted, keys at the threshold, keys above it
+  uint64_t* chosen;           // a share's: kPublished, keys at the threshold, keys above it
   LayerState* states;         // max_batch
   unsigned* histograms;       // (max_batch, 4096), zeros between layers
   uint16_t* keys;             // a token's, (groups * 16,)
@@ -89,8 +92,9 @@ constexpr float kBinsPerOctave = 128.f;
 constexpr float kLowestOctave = -16.f;
 // How far a reference may be below the log-sum-exp before scores that matter are clamped.
 constexpr int kSpareOctaves = 3;
-constexpr int kReduceThreads = 512;
-constexpr int kCompactThreads = 256;
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlocks = 2;  // on a multiprocessor
 
 __host__ __device__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -99,7 +103,7 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
   __shared__ int lengths[kMaxBatch];
   __shared__ int wanted[kMaxBatch];
   __shared__ int groups[kMaxBatch];
-  __shared__ int first_share[kMaxBatch + 1];
+  __shared__ int first_share[kMaxBatch + 1];  // for a while, how many each has
   __shared__ int share_units;
   for (int r = threadIdx.x; r < p.batch; r += blockDim.x) {
     const int64_t length = p.rank_lens[r];
@@ -128,10 +132,18 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
     // shares than blocks.
     share_units = requests <= p.num_blocks / 2 ? div_up(units, p.num_blocks - requests)
                                                : div_up(2 * units, p.num_blocks);
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < p.batch; r += blockDim.x) {
+    first_share[r] = groups[r] < 0 ? 0 : div_up(div_up(lengths[r], kUnitTokens), share_units);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
     int share = 0;
     for (int r = 0; r < p.batch; ++r) {
+      const int own = first_share[r];
       first_share[r] = share;
-      if (groups[r] >= 0) share += div_up(div_up(lengths[r], kUnitTokens), share_units);
+      share += own;
     }
     first_share[p.batch] = share;
     *p.selection.num_shares = share;
@@ -161,39 +173,34 @@ __global__ void __launch_bounds__(256) begin_kernel(const BeginParams p) {
       if (first_share[middle] <= i) r = middle;
       else high = middle;
     }
-    const int index = i - first_share[r], units = div_up(lengths[r], kUnitTokens);
+    const int index = i - first_share[r], count = first_share[r + 1] - first_share[r];
+    const int units = div_up(lengths[r], kUnitTokens);
     p.selection.shares[i] = {r,
                              static_cast<int>(p.rows[r]),
                              lengths[r],
                              wanted[r],
                              groups[r],
-                             index * share_units,
-                             min((index + 1) * share_units, units),
+                             static_cast<int>(static_cast<int64_t>(units) * index / count),
+                             static_cast<int>(static_cast<int64_t>(units) * (index + 1) / count),
                              index,
-                             first_share[r + 1] - first_share[r],
+                             count,
                              {}};
   }
 }
-
-// A head's scores in a group of tokens: 8 bytes.
-struct ScoreHead {
-  __half2 factor;
-  uint32_t offset;  // 8-byte units
-};
 
 // Weights of 2^15 and more, relative to the lowest exponent, are 1 times a factor of about this. The
 // others are normal halves, and there is room for the sum of many.
 constexpr float kFactorOctaves = 4.f;
 
-// The stored weights of both queries are relative to their references, whose error the factor makes
-// good for their sum.
-__device__ ScoreHead score_head(const SelectParams& p, const Share& share, int head) {
+// What the stored sums of a head's weights are multiplied by. They are relative to the references,
+// whose error this makes good for the head's total.
+__device__ __forceinline__ __half2 factor_of(const SelectParams& p, const Share& share, int head) {
   const int num_heads = p.num_kv_heads * p.group;
   const int64_t token = static_cast<int64_t>(share.request) * p.num_queries;
   const float first = p.lse[token * num_heads + head];
   const float last = p.lse[(token + p.num_queries - 1) * num_heads + head];
-  const float2 references =
-      *reinterpret_cast<const float2*>(p.references + (static_cast<int64_t>(share.row) * num_heads + head) * 2);
+  const float2 references = *reinterpret_cast<const float2*>(
+      p.references + (static_cast<int64_t>(share.row) * num_heads + head) * 2);
   // Of all positions, relative to the references; a query that saw nothing has none.
   const auto mass_of = [](float lse, float reference) {
     return isfinite(lse) ? exp2f(fminf(fmaxf(lse - reference, -60.f), 60.f)) : 0.f;
@@ -201,8 +208,7 @@ __device__ ScoreHead score_head(const SelectParams& p, const Share& share, int h
   float mass = mass_of(first, references.x);
   if (p.num_queries > 1) mass += mass_of(last, references.y);
   const float exponent = kFactorOctaves + (p.num_queries > 1 ? 1.f : 0.f) - log2f(mass);
-  return {__float2half2_rn(mass > 0.f ? exp2f(fminf(fmaxf(exponent, -24.f), 15.f)) : 0.f),
-          static_cast<uint32_t>(head / p.group * (p.score_head_stride / 8) + head % p.group)};
+  return __float2half2_rn(mass > 0.f ? exp2f(fminf(fmaxf(exponent, -24.f), 15.f)) : 0.f);
 }
 
 // Tokens kToken and kToken + 4 of the 8 in a word as halves: 0, or 2^(n - 15) for n from 1 to 15.
@@ -235,201 +241,293 @@ __device__ __forceinline__ void exchange(__half2 (&values)[8], bool upper, int p
   }
 }
 
-// The block's threads find the highest key that `wanted` keys reach, and clear the histogram.
-__device__ void find_threshold(const Selection& s, int request, int wanted) {
-  __shared__ int warp_sums[kReduceThreads / 32];
-  constexpr int kOwn = kBins / kReduceThreads;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  unsigned* const bins = s.histograms + static_cast<int64_t>(request) * kBins;
-  int own[kOwn];  // from the highest key down
+struct Shared {
+  unsigned histogram[kBins];
+  uint64_t warp_counts[kWarps];
+  uint64_t others_counts[kWarps];
+  int warp_sums[kWarps];
+  int threshold;  // the lowest key that is chosen
+  int above;      // keys above it
+  bool last;
+};
+// Of each head: where its scores are in a group of tokens, in 8 bytes, and what they count. Padded
+// with heads that count nothing.
+struct Heads {
+  uint32_t* offsets;
+  __half2* factors;
+};
+constexpr int kHeadBytes = sizeof(uint32_t) + sizeof(__half2);
+constexpr int kLaneHeads = 4;  // loaded at once
+constexpr int kBatchHeads = 8 * kLaneHeads;
+__host__ __device__ int padded_heads(int num_heads) {
+  return div_up(num_heads, kBatchHeads) * kBatchHeads;
+}
+
+// Keys of a share's tokens and their histogram. The histogram in shared memory is zeros before and
+// after.
+__device__ __forceinline__ void count_keys(const SelectParams& p, const Share& share, Shared& shared,
+                           const Heads& heads) {
+  const Selection& s = p.selection;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane_group = lane / 8, lane_head = lane % 8;  // of 4 groups, of 8 heads
+  const int num_heads = p.num_kv_heads * p.group, batches = div_up(num_heads, kBatchHeads);
+  const uint2* const scores =
+      reinterpret_cast<const uint2*>(s.scores) + static_cast<int64_t>(share.first_group) * p.group;
+  uint16_t* const keys = s.keys + static_cast<int64_t>(share.first_group) * kGroupTokens;
+  const int last_group = div_up(share.length, kGroupTokens) - 1;
+  // No branches, so that loads are on their way together: past the end there is something to load.
+  const auto load = [&](uint2 (&loaded)[kLaneHeads], int unit, int batch) {
+    const int group = min(unit * (kUnitTokens / kGroupTokens) + lane_group, last_group);
+    const uint2* const from = scores + static_cast<uint32_t>(group * p.group);
+#pragma unroll
+    for (int i = 0; i < kLaneHeads; ++i) {
+      loaded[i] = __ldcs(from + heads.offsets[batch * kBatchHeads + 8 * i + lane_head]);
+    }
+  };
+
+  uint2 loaded[kLaneHeads];
+  load(loaded, share.first_unit + warp, 0);
+  for (int h = threadIdx.x; h < num_heads; h += kThreads) heads.factors[h] = factor_of(p, share, h);
+  __syncthreads();
+  for (int unit = share.first_unit + warp; unit < share.end_unit; unit += kWarps) {
+    __half2 weights[8] = {};
+    for (int batch = 0; batch < batches; ++batch) {
+      uint2 following[kLaneHeads];
+      const bool last = batch == batches - 1;
+      load(following, last ? unit + kWarps : unit, last ? 0 : batch + 1);
+#pragma unroll
+      for (int i = 0; i < kLaneHeads; ++i) {
+        const __half2 factor = heads.factors[batch * kBatchHeads + 8 * i + lane_head];
+        const uint32_t words[2] = {loaded[i].x, loaded[i].y};
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          __half2* const four = weights + 4 * w;
+          four[0] = __hfma2(factor, decode<0>(words[w]), four[0]);
+          four[1] = __hfma2(factor, decode<1>(words[w]), four[1]);
+          four[2] = __hfma2(factor, decode<2>(words[w]), four[2]);
+          four[3] = __hfma2(factor, decode<3>(words[w]), four[3]);
+        }
+        loaded[i] = following[i];
+      }
+    }
+    // Sum over the 8 lanes; each is left with two tokens.
+    exchange<4>(weights, lane & 4, 4);
+    exchange<2>(weights, lane & 2, 2);
+    exchange<1>(weights, lane & 1, 1);
+    const int token = unit * kUnitTokens + lane_group * kGroupTokens + lane_head / 4 * 8 +
+                      lane_head % 4;
+    const int low = key_of(__low2half(weights[0])), high = key_of(__high2half(weights[0]));
+    if (token < share.length) {
+      keys[token] = low;
+      atomicAdd(shared.histogram + low, 1u);
+    }
+    if (token + 4 < share.length) {
+      keys[token + 4] = high;
+      atomicAdd(shared.histogram + high, 1u);
+    }
+  }
+  __syncthreads();
+  unsigned* const bins = s.histograms + static_cast<int64_t>(share.request) * kBins;
+  for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+    if (shared.histogram[bin] != 0) {
+      atomicAdd(bins + bin, shared.histogram[bin]);
+      shared.histogram[bin] = 0;
+    }
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(&s.states[share.request].counted, 1);
+}
+
+// The highest key that `wanted` keys reach, from the request's histogram.
+__device__ void find_threshold(const unsigned* bins, int wanted, Shared& shared) {
+  constexpr int kOwn = kBins / kThreads;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = kBins - kOwn * (static_cast<int>(threadIdx.x) + 1);
+  unsigned own[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; i += 4) {
+    const uint4 four = __ldcg(reinterpret_cast<const uint4*>(bins + first + i));
+    own[i] = four.x, own[i + 1] = four.y, own[i + 2] = four.z, own[i + 3] = four.w;
+  }
   int sum = 0;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    own[i] = static_cast<int>(__ldcg(bins + kBins - 1 - (thread * kOwn + i)));
-    sum += own[i];
-  }
-  int before = sum;
+  for (int i = 0; i < kOwn; ++i) sum += own[i];
+  int before = sum;  // keys above this thread's
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(~0u, before, step);
     if (lane >= step) before += other;
   }
-  if (lane == 31) warp_sums[warp] = before;
+  if (lane == 31) shared.warp_sums[warp] = before;
   __syncthreads();
   before -= sum;
-  for (int w = 0; w < warp; ++w) before += warp_sums[w];
-  LayerState* const state = s.states + request;
+  for (int w = 0; w < warp; ++w) before += shared.warp_sums[w];
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    if (before < wanted && before + own[i] >= wanted) {
-      *state = {kBins - 1 - (thread * kOwn + i), before, 0};
+  for (int i = kOwn - 1; i >= 0; --i) {
+    const int at = static_cast<int>(own[i]);
+    if (before < wanted && before + at >= wanted) {
+      shared.threshold = first + i;
+      shared.above = before;
     }
-    before += own[i];
-    bins[kBins - 1 - (thread * kOwn + i)] = 0;
+    before += at;
   }
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kReduceThreads, 2) reduce_kernel(const SelectParams p) {
-  extern __shared__ ScoreHead score_heads[];
-  __shared__ unsigned histogram[kBins];
-  __shared__ bool last;
-  const Selection& s = p.selection;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int lane_group = lane / 8, lane_row = lane % 8;  // of 4 groups, of 8 heads
-  const int num_heads = p.num_kv_heads * p.group;
-  for (int i = threadIdx.x; i < kBins; i += kReduceThreads) histogram[i] = 0;
-
-  // Both loads at once, which is why the second doesn't wait for the loop's condition.
-  const int num_shares = *s.num_shares;
-  Share share = s.shares[blockIdx.x];
-  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
-    if (i != blockIdx.x) share = s.shares[i];
-    if (threadIdx.x == 0) s.chosen[i] = 0;
-    for (int h = threadIdx.x; h < num_heads; h += kReduceThreads) {
-      score_heads[h] = score_head(p, share, h);
-    }
-    __syncthreads();
-    for (int unit = share.first_unit + warp; unit < share.end_unit; unit += kReduceThreads / 32) {
-      const int group = unit * (kUnitTokens / kGroupTokens) + lane_group;
-      const bool valid = group * kGroupTokens < share.length;
-      const int64_t buffer_group = share.first_group + group;
-      const uint2* const from =
-          reinterpret_cast<const uint2*>(s.scores) + buffer_group * p.group;
-      __half2 weights[8] = {};
-      if (valid) {
-#pragma unroll 8
-        for (int h = lane_row; h < num_heads; h += 8) {
-          const ScoreHead score = score_heads[h];
-          const uint2 loaded = __ldcs(from + score.offset);
-          const uint32_t words[2] = {loaded.x, loaded.y};
-#pragma unroll
-          for (int w = 0; w < 2; ++w) {
-            __half2* const four = weights + 4 * w;
-            four[0] = __hfma2(score.factor, decode<0>(words[w]), four[0]);
-            four[1] = __hfma2(score.factor, decode<1>(words[w]), four[1]);
-            four[2] = __hfma2(score.factor, decode<2>(words[w]), four[2]);
-            four[3] = __hfma2(score.factor, decode<3>(words[w]), four[3]);
-          }
-        }
-      }
-      // Sum over the 8 lanes; each is left with two tokens.
-      exchange<4>(weights, lane & 4, 4);
-      exchange<2>(weights, lane & 2, 2);
-      exchange<1>(weights, lane & 1, 1);
-      if (valid) {
-        const int token = group * kGroupTokens + lane_row / 4 * 8 + lane_row % 4;
-        const int low = key_of(__low2half(weights[0])), high = key_of(__high2half(weights[0]));
-        uint16_t* const keys = s.keys + share.first_group * int64_t{kGroupTokens} + token;
-        keys[0] = low;
-        keys[4] = high;
-        if (token < share.length) atomicAdd(histogram + low, 1u);
-        if (token + 4 < share.length) atomicAdd(histogram + high, 1u);
-      }
-    }
-    __syncthreads();
-    unsigned* const bins = s.histograms + static_cast<int64_t>(share.request) * kBins;
-    for (int bin = threadIdx.x; bin < kBins; bin += kReduceThreads) {
-      if (histogram[bin] != 0) {
-        atomicAdd(bins + bin, histogram[bin]);
-        histogram[bin] = 0;
-      }
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      last = atomicAdd(&s.states[share.request].shares_done, 1) == share.count - 1;
-      __threadfence();
-    }
-    __syncthreads();
-    if (last) find_threshold(s, share.request, share.wanted);
-  }
+// Keys that are chosen, or may be, packed as in `chosen`: such counts can be added. A lane's have
+// 16 bits each.
+constexpr uint64_t kPublished = 1ull << 63;
+__device__ uint64_t widen(uint32_t counts) {
+  return static_cast<uint64_t>(counts >> 16) << 32 | (counts & 0xFFFF);
 }
-
-// A share's keys that are chosen, or may be: packed as in `chosen`, so that counts can be added.
-constexpr uint64_t kCounted = 1ull << 63;
-__device__ uint64_t pack_counts(int above, int at) {
-  return static_cast<uint64_t>(at) << 32 | static_cast<uint32_t>(above);
-}
-__device__ int above_of(uint64_t counts) { return static_cast<int>(counts & 0x7FFFFFFF); }
+__device__ int above_of(uint64_t counts) { return static_cast<int>(counts & 0xFFFFFFFF); }
 __device__ int at_of(uint64_t counts) { return static_cast<int>(counts >> 32 & 0x7FFFFFFF); }
 
-// Positions in order, those above the threshold first, so that a table depends on the keys alone.
-// A share waits for the counts of those before it, whose blocks started earlier.
-__global__ void __launch_bounds__(kCompactThreads) compact_kernel(const SelectParams p) {
-  constexpr int kWarps = kCompactThreads / 32;
-  __shared__ uint64_t warp_counts[kWarps];
-  __shared__ unsigned long long before;
-  const Selection& s = p.selection;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned lower_lanes = (1u << lane) - 1;
-
-  // Both loads at once, which is why the second doesn't wait for the loop's condition.
-  const int num_shares = *s.num_shares;
-  Share share = s.shares[blockIdx.x];
-  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
-    if (i != blockIdx.x) share = s.shares[i];
-    const int threshold = s.states[share.request].threshold;
-    const int above = s.states[share.request].above;
-    const uint16_t* const keys = s.keys + static_cast<int64_t>(share.first_group) * kGroupTokens;
-    // A warp's tokens follow each other.
-    const int units = div_up(share.end_unit - share.first_unit, kWarps);
-    const int first = (share.first_unit + warp * units) * kUnitTokens;
-    const int end = min(min(share.first_unit + (warp + 1) * units, share.end_unit) * kUnitTokens,
-                        share.length);
-    int own_above = 0, own_at = 0;
-#pragma unroll 4
-    for (int t = first + lane; t < end; t += 32) {
-      own_above += keys[t] > threshold;
-      own_at += keys[t] == threshold;
-    }
-    own_above = __reduce_add_sync(~0u, own_above);
-    own_at = __reduce_add_sync(~0u, own_at);
-    if (lane == 0) warp_counts[warp] = pack_counts(own_above, own_at);
-    if (threadIdx.x == 0) before = 0;
-    __syncthreads();
-    uint64_t counts = 0;  // of the warps before this one
-    for (int w = 0; w < warp; ++w) counts += warp_counts[w];
-    volatile uint64_t* const chosen = s.chosen + (i - share.index);  // of the request's shares
-    if (threadIdx.x == kCompactThreads - 1) chosen[share.index] = kCounted | (counts + warp_counts[warp]);
-    uint64_t others = 0;
-    for (int j = threadIdx.x; j < share.index; j += kCompactThreads) {
-      uint64_t one;
-      do one = chosen[j];
-      while (!(one & kCounted));
-      others += one & ~kCounted;
-    }
-    if (others != 0) atomicAdd(&before, static_cast<unsigned long long>(others));
-    __syncthreads();
-    counts += before;
-    int place_above = above_of(counts), place_at = at_of(counts);
-    const int at_wanted = share.wanted - above;
-    int* const positions = p.positions + static_cast<int64_t>(share.row) * p.max_count;
-    for (int t0 = first; t0 < end; t0 += 32) {
-      const int t = t0 + lane;
-      const int key = t < end ? keys[t] : -1;
-      const unsigned is_above = __ballot_sync(~0u, key > threshold);
-      const unsigned is_at = __ballot_sync(~0u, key == threshold);
-      const int own_place = place_at + __popc(is_at & lower_lanes);
-      if (key > threshold) positions[place_above + __popc(is_above & lower_lanes)] = t;
-      if (key == threshold && own_place < at_wanted) positions[above + own_place] = t;
-      place_above += __popc(is_above);
-      place_at += __popc(is_at);
-    }
-    __syncthreads();
-  }
-
-  // The reduce kernel is done with the references of this pass.
+__device__ void keep_references(const SelectParams& p, int request, int64_t row) {
   const int num_heads = p.num_kv_heads * p.group;
-  const int total = p.batch * num_heads * 2;
-  for (int i = blockIdx.x * kCompactThreads + threadIdx.x; i < total;
-       i += gridDim.x * kCompactThreads) {
-    const int which = i % 2, head = i / 2 % num_heads, request = i / (2 * num_heads);
-    const int64_t row = p.rows[request];
-    if (row == 0) continue;
-    const int query = which ? p.num_queries - 1 : 0;
+  if (row == 0) return;
+  for (int i = threadIdx.x; i < 2 * num_heads; i += kThreads) {
+    const int which = i % 2, head = i / 2, query = which ? p.num_queries - 1 : 0;
     const float lse =
         p.lse[(static_cast<int64_t>(request) * p.num_queries + query) * num_heads + head];
-    p.references[(row * num_heads + head) * 2 + which] = isfinite(lse) ? lse : 0.f;
+    p.references[row * num_heads * 2 + i] = isfinite(lse) ? lse : 0.f;
+  }
+}
+
+// A share's part of the table: positions in order, those above the threshold first, so that a table
+// depends on the keys alone. A share has to wait for the counts of those before it.
+__device__ __forceinline__ void write_positions(const SelectParams& p, const Share& share,
+                                                int index, Shared& shared) {
+  constexpr int kLaneTokens = 4, kStepTokens = 32 * kLaneTokens;
+  const Selection& s = p.selection;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  LayerState* const state = s.states + share.request;
+  unsigned* const bins = s.histograms + static_cast<int64_t>(share.request) * kBins;
+  if (threadIdx.x == 0) {
+    while (*reinterpret_cast<volatile int*>(&state->counted) < share.count) __nanosleep(20);
+    __threadfence();
+  }
+  __syncthreads();
+  find_threshold(bins, share.wanted, shared);
+  int read = 0;
+  if (threadIdx.x == 0) read = atomicAdd(&state->read, 1);
+
+  const int threshold = shared.threshold, above = shared.above;
+  const uint16_t* const keys = s.keys + static_cast<int64_t>(share.first_group) * kGroupTokens;
+  // A warp's tokens follow each other, as do a lane's in a step.
+  const int units = div_up(share.end_unit - share.first_unit, kWarps);
+  const int first = (share.first_unit + warp * units) * kUnitTokens;
+  const int end = min(min(share.first_unit + (warp + 1) * units, share.end_unit) * kUnitTokens,
+                      share.length);
+  // A lane's keys from a token on; -1 past the end.
+  const auto load = [&](int (&own)[kLaneTokens], int t) {
+    uint2 loaded = make_uint2(0, 0);
+    if (t < end) loaded = *reinterpret_cast<const uint2*>(keys + t);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      const uint32_t word = i < 2 ? loaded.x : loaded.y;
+      own[i] = t + i < end ? static_cast<int>(word >> 16 * (i % 2) & 0xFFFF) : -1;
+    }
+  };
+  const auto count = [&](const int (&own)[kLaneTokens]) {
+    uint32_t counts = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      counts += (own[i] > threshold) + ((own[i] == threshold) << 16);
+    }
+    return counts;
+  };
+  int first_own[kLaneTokens];
+  load(first_own, first + lane * kLaneTokens);
+  uint64_t own_counts = widen(__reduce_add_sync(~0u, count(first_own)));
+  for (int t0 = first + kStepTokens; t0 < end; t0 += kStepTokens) {
+    int own[kLaneTokens];
+    load(own, t0 + lane * kLaneTokens);
+    own_counts += widen(__reduce_add_sync(~0u, count(own)));
+  }
+  if (lane == 0) shared.warp_counts[warp] = own_counts;
+  __syncthreads();
+  uint64_t before = 0;  // chosen, or may be, in front of this warp's tokens
+  for (int w = 0; w < warp; ++w) before += shared.warp_counts[w];
+  volatile uint64_t* const chosen = s.chosen + (index - share.index);  // of the request's shares
+  if (threadIdx.x == kThreads - 32) chosen[share.index] = kPublished | (before + own_counts);
+  uint64_t others = 0;
+  for (int j = threadIdx.x; j < share.index; j += kThreads) {
+    uint64_t one;
+    do one = chosen[j];
+    while (!(one & kPublished));
+    others += one & ~kPublished;
+  }
+  for (int step = 16; step > 0; step /= 2) others += __shfl_xor_sync(~0u, others, step);
+  if (lane == 0) shared.others_counts[warp] = others;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) before += shared.others_counts[w];
+  const int at_wanted = share.wanted - above;
+  int* const positions = p.positions + static_cast<int64_t>(share.row) * p.max_count;
+  for (int t0 = first; t0 < end; t0 += kStepTokens) {
+    const int t = t0 + lane * kLaneTokens;
+    int own[kLaneTokens];
+    if (t0 == first) {
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i) own[i] = first_own[i];
+    } else {
+      load(own, t);
+    }
+    uint32_t lanes_counts = count(own);
+    const uint32_t lane_counts = lanes_counts;
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, lanes_counts, step);
+      if (lane >= step) lanes_counts += other;
+    }
+    const uint64_t in_front = before + widen(lanes_counts - lane_counts);
+    int place_above = above_of(in_front), place_at = at_of(in_front);
+#pragma unroll
+    for (int i = 0; i < kLaneTokens; ++i) {
+      if (own[i] > threshold) positions[place_above++] = t + i;
+      if (own[i] == threshold) {
+        if (place_at < at_wanted) positions[above + place_at] = t + i;
+        ++place_at;
+      }
+    }
+    before += widen(__shfl_sync(~0u, lanes_counts, 31));
+  }
+
+  if (share.index == 0) keep_references(p, share.request, share.row);
+  if (threadIdx.x == 0) shared.last = read == share.count - 1;
+  __syncthreads();
+  if (shared.last) {
+    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) bins[bin] = 0;
+    if (threadIdx.x == 0) *state = {0, 0};
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocks) select_kernel(const __grid_constant__ SelectParams p) {
+  extern __shared__ uint32_t of_heads[];
+  __shared__ Shared shared;
+  const Selection& s = p.selection;
+  const int num_heads = p.num_kv_heads * p.group;
+  const int padded = padded_heads(num_heads);
+  const Heads heads{of_heads, reinterpret_cast<__half2*>(of_heads + padded)};
+  // Both loads at once: the second doesn't wait for the loop's condition.
+  const int num_shares = *s.num_shares;
+  Share share = s.shares[blockIdx.x];
+  for (int bin = threadIdx.x; bin < kBins; bin += kThreads) shared.histogram[bin] = 0;
+  for (int h = threadIdx.x; h < padded; h += kThreads) {
+    heads.offsets[h] = h < num_heads ? h / p.group * (p.score_head_stride / 8) + h % p.group : 0;
+    heads.factors[h] = __float2half2_rn(0.f);
+  }
+  __syncthreads();
+  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
+    if (i >= gridDim.x) share = s.shares[i];
+    if (threadIdx.x == 0) s.chosen[i] = 0;
+    count_keys(p, share, shared, heads);
+  }
+  for (int i = blockIdx.x; i < num_shares; i += gridDim.x) {
+    if (num_shares > gridDim.x) share = s.shares[i];
+    write_positions(p, share, i, shared);
+  }
+  for (int r = blockIdx.x; r < p.batch; r += gridDim.x) {
+    if (s.score_groups[r].count == 0) keep_references(p, r, p.rows[r]);
   }
 }
 
@@ -451,17 +549,22 @@ extern "C" {
 
 // Loads the kernels, which a graph capture couldn't, and says how many blocks share a layer's work and
 // how large the parameters are.
-int vegas_prepare(int device, int* num_blocks, int* begin_bytes, int* select_bytes) {
+int vegas_prepare(int device, int num_heads, int* num_blocks, int* begin_bytes,
+                  int* select_bytes) {
   cudaError_t error = cudaSetDevice(device);
   cudaFuncAttributes attributes;
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, begin_kernel);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, reduce_kernel);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, compact_kernel);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, select_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, reference_kernel);
+  int processors = 0, fits = 0;
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(num_blocks, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
-  *num_blocks *= 2;
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fits, select_kernel, kThreads,
+                                                          padded_heads(num_heads) * kHeadBytes);
+  }
+  *num_blocks = processors * min(fits, kBlocks);
   *begin_bytes = sizeof(BeginParams);
   *select_bytes = sizeof(SelectParams);
   return error;
@@ -478,11 +581,8 @@ int vegas_select(int device, const SelectParams* params, int num_blocks, void* s
   cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
   const auto on = static_cast<cudaStream_t>(stream);
-  const size_t shared_bytes = sizeof(ScoreHead) * params->num_kv_heads * params->group;
-  reduce_kernel<<<num_blocks, kReduceThreads, shared_bytes, on>>>(*params);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  compact_kernel<<<num_blocks, kCompactThreads, 0, on>>>(*params);
+  const size_t shared_bytes = padded_heads(params->num_kv_heads * params->group) * kHeadBytes;
+  select_kernel<<<num_blocks, kThreads, shared_bytes, on>>>(*params);
   return cudaGetLastError();
 }
 
