@@ -74,9 +74,9 @@ int vegas_attend(int device, const AttendParams* params, int num_ctas, int spars
   if (params->num_queries * params->group > kMaxRowsInPlace) {
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
-    const dim3 grid(params->num_head_sets * params->batch,
+    const dim3 grid(num_ctas,
                     div_up(kHeads * params->num_queries * params->group * kFours, kCombineThreads));
-    combine_kernel<<<grid, kCombineThreads, 0, on>>>(*params, num_ctas);
+    combine_kernel<<<grid, kCombineThreads, 0, on>>>(*params);
   }
   return cudaGetLastError();
 }

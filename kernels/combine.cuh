@@ -48,9 +48,9 @@ __device__ __forceinline__ float piece_factor(float2 stat) {
   return stat.y > 0.f ? 1.f / stat.y : 0.f;
 }
 
+template <int kAtOnce>
 __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces& pieces,
                                              int request, int head_set, int item) {
-  constexpr int kAtOnce = 12;
   const int rows = p.num_queries * p.group;
   const int four = item % kFours, r = item / kFours % rows, h = item / kFours / rows;
   const int64_t pair = request * p.num_head_sets + head_set;
@@ -132,7 +132,7 @@ class Parts {
       if (!is_last[i]) continue;
       const Part part = i == 0 ? first_ : last_;
       for (int item = threadIdx.x; item < items; item += kThreads) {
-        merge_pieces(p, part.pieces, part.request, part.head_set, item);
+        merge_pieces<12>(p, part.pieces, part.request, part.head_set, item);
       }
     }
   }
@@ -159,16 +159,24 @@ class Parts {
   int first_done_ = 0;
 };
 
-// Grid: (num_head_sets * batch, rows * kFours / kCombineThreads).
-__global__ void __launch_bounds__(kCombineThreads)
-    combine_kernel(const AttendParams p, int num_ctas) {
+// Grid: (num_ctas, rows * kFours / kCombineThreads). Block x has the pair whose pieces begin with
+// CTA x's, if there is one.
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const AttendParams p) {
+  const int first = blockIdx.x, num_ctas = gridDim.x;
+  const CtaStart own = p.plan.ctas[first], next = p.plan.ctas[first + 1];
+  const int total = p.plan.ctas[num_ctas].tile;
+  const bool begun_before =
+      own.request == next.request && own.head_set == next.head_set && own.place > 0;
+  if (next.tile == total || next.place <= 0 || begun_before) return;
+  const int pair_end = next.tile - next.place + tiles_of<kTileTokens>(next.list);
+  Pieces pieces{first, first + 2};
+  for (int c = first + 2 + threadIdx.x % 32;; c += 32) {
+    const bool in_pair = c < num_ctas && p.plan.ctas[c].tile < pair_end;
+    pieces.end += __popc(__ballot_sync(~0u, in_pair));
+    if (!__all_sync(~0u, in_pair)) break;
+  }
   const int item = blockIdx.y * kCombineThreads + threadIdx.x;
   if (item >= kHeads * p.num_queries * p.group * kFours) return;
-  const int request = blockIdx.x / p.num_head_sets, head_set = blockIdx.x % p.num_head_sets;
-  const int request_tile = p.plan.tile_indptr[request];
-  const int tiles = (p.plan.tile_indptr[request + 1] - request_tile) / p.num_head_sets;
-  const Pieces pieces = pieces_of(request_tile + head_set * tiles + kTurnTiles, tiles - kTurnTiles,
-                                  p.plan.tile_indptr[p.batch], num_ctas);
-  if (pieces.end - pieces.first == 1) return;  // whole: the output is there
-  merge_pieces(p, pieces, request, head_set, item);
+  if (pieces.end == first + 2) merge_pieces<2>(p, pieces, next.request, next.head_set, item);
+  else merge_pieces<12>(p, pieces, next.request, next.head_set, item);
 }

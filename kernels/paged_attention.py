@@ -144,18 +144,15 @@ class PagedAttention:
         num_ctas = max(loaded.num_ctas for loaded in self._loaded)
         self._ctas = bytes_buffer((num_ctas + 1) * structs.CTA_START_BYTES)
         self._lists = bytes_buffer(max_batch * structs.LIST_BYTES)
-        self._tile_indptr = bytes_buffer((max_batch + 1) * 4)
         self.lse = torch.zeros(
             max_batch * num_queries * num_heads, dtype=torch.float32, device=device
         )
         buffers = (
             *(self._partial_o, self._partial_stats, self._pieces_done, self._ctas),
-            *(self._lists, self._tile_indptr, self.lse),
+            *(self._lists, self.lse),
         )
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
-        self._plan_struct = structs.Plan(
-            self._ctas.data_ptr(), self._lists.data_ptr(), self._tile_indptr.data_ptr()
-        )
+        self._plan_struct = structs.Plan(self._ctas.data_ptr(), self._lists.data_ptr())
         self._current: _CurrentPlan | None = None
 
     def plan_dense(

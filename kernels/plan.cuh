@@ -32,9 +32,8 @@ struct __align__(16) CtaStart {
 };
 
 struct Plan {
-  CtaStart* ctas;    // num_ctas + 1
-  List* lists;       // max_batch
-  int* tile_indptr;  // max_batch + 1, first tile of each request
+  CtaStart* ctas;  // num_ctas + 1
+  List* lists;     // max_batch
 };
 
 // CTA that has the tile; tiles_total > 0.
@@ -115,7 +114,6 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const PlanParams p) 
   }
   if (thread == 0) indptr[p.batch] = carry;
   __syncthreads();
-  for (int r = thread; r <= p.batch; r += kPlanThreads) p.plan.tile_indptr[r] = indptr[r];
   const int working = min(p.num_ctas, carry);
   for (int c = thread; c <= p.num_ctas; c += kPlanThreads) {
     CtaStart start{carry, 0, 0, 0, {0, 0, 0, 0}};

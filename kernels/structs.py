@@ -18,7 +18,7 @@ GROUP_TOKENS = 16
 
 
 class Plan(ctypes.Structure):
-    _fields_ = [("ctas", c_void_p), ("lists", c_void_p), ("tile_indptr", c_void_p)]
+    _fields_ = [("ctas", c_void_p), ("lists", c_void_p)]
 
 
 class PlanParams(ctypes.Structure):
