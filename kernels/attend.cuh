@@ -18,6 +18,7 @@
 #include "scores.cuh"
 #include "segments.cuh"
 
+constexpr int kFours = kHeadDim / 4;
 // A row's maximum may lag behind, while four of its weights relative to it sum up to no more.
 constexpr float kMaximumSlack = 256.f;
 
@@ -411,8 +412,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
               total.w += one.w;
             }
             if (r >= 0 && whole) {
-              write_output(p, output_row(p, at.request, at.head_set, r), four, total,
-                           softmax_of(p, at.head_set, r, stat_of(place_of_four)).factor);
+              const float factor =
+                  softmax_of(p, at.head_set, r, stat_of(place_of_four)).factor;
+              Element* const to = p.out + output_row(p, at.request, at.head_set, r) * kHeadDim;
+              *reinterpret_cast<uint2*>(to + four * 4) =
+                  make_uint2(pack(total.x * factor, total.y * factor),
+                             pack(total.z * factor, total.w * factor));
             } else if (r >= 0) {
               const float factor = piece_factor(stat_of(place_of_four));
               *reinterpret_cast<uint2*>(p.partial_o + (slot_row + r) * kHeadDim + four * 4) =

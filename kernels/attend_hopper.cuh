@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int quad = lane % 4;
   const uint64_t policy = evict_first_policy();
+  const uint64_t score_policy = p.keeps_scores ? evict_last_policy() : evict_normal_policy();
   // The rows of a head that this lane has parts of, and which of its blocks are not all padding.
   int rows[kRowTiles][2], used = 0;
 #pragma unroll
@@ -319,8 +320,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             codes[i] = digits[0] >> 7 | digits[1] >> 3 | digits[2] << 1 | digits[3] << 5;
           }
           if (scored_head < p.group && token + quad * kLaneTokens < score_tokens) {
-            *reinterpret_cast<uint2*>(score_at + h * p.score_head_stride) =
-                make_uint2(codes[0], codes[1]);
+            store(score_at + h * p.score_head_stride, make_uint2(codes[0], codes[1]), score_policy);
           }
         }
 

@@ -75,7 +75,7 @@ int vegas_attend(int device, const AttendParams* params, int num_ctas, int spars
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
     const dim3 grid(num_ctas,
-                    div_up(kHeads * params->num_queries * params->group * kFours, kCombineThreads));
+                    div_up(kHeads * params->num_queries * params->group * kEights, kCombineThreads));
     combine_kernel<<<grid, kCombineThreads, 0, on>>>(*params);
   }
   return cudaGetLastError();

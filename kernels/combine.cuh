@@ -1,4 +1,4 @@
-// Merges the pieces of pairs that several CTAs have parts of, from the workspace: a thread for four
+// Merges the pieces of pairs that several CTAs have parts of, from the workspace: a thread for eight
 // dims of a row. Pieces have outputs of their own, as halves: writes cost the attention's reads far
 // more than their bytes (NOTES.md), and a half's 11 bits are more than a bf16 output keeps.
 #pragma once
@@ -6,7 +6,7 @@
 #include "segments.cuh"
 
 constexpr int kCombineThreads = 256;
-constexpr int kFours = kHeadDim / 4;
+constexpr int kEights = kHeadDim / 8;
 
 // CTAs [first, end) have pieces of a pair.
 struct Pieces {
@@ -37,12 +37,6 @@ __device__ __forceinline__ Pieces pieces_of(int tile, int tiles, int total, int 
   return {cta_of_tile(tile, total, num_ctas), cta_of_tile(tile + tiles - 1, total, num_ctas) + 1};
 }
 
-__device__ __forceinline__ void write_output(const AttendParams& p, int64_t row, int four, float4 o,
-                                             float factor) {
-  *reinterpret_cast<uint2*>(p.out + row * kHeadDim + four * 4) =
-      make_uint2(pack(o.x * factor, o.y * factor), pack(o.z * factor, o.w * factor));
-}
-
 // A piece's factor: its outputs are those of its entries alone, without a sink.
 __device__ __forceinline__ float piece_factor(float2 stat) {
   return stat.y > 0.f ? 1.f / stat.y : 0.f;
@@ -52,22 +46,22 @@ template <int kAtOnce>
 __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces& pieces,
                                              int request, int head_set, int item) {
   const int rows = p.num_queries * p.group;
-  const int four = item % kFours, r = item / kFours % rows, h = item / kFours / rows;
+  const int eight = item % kEights, r = item / kEights % rows, h = item / kEights / rows;
   const int64_t pair = request * p.num_head_sets + head_set;
   float maximum = kNoMaximum, sum = 0.f;
-  float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
+  float o[8] = {};
   for (int c = pieces.first; c < pieces.end; c += kAtOnce) {
     float2 stats[kAtOnce];
-    uint2 values[kAtOnce];
+    uint4 values[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       stats[j] = make_float2(kNoMaximum, 0.f);
-      values[j] = make_uint2(0, 0);
+      values[j] = make_uint4(0, 0, 0, 0);
       if (c + j >= pieces.end) continue;
       // Other multiprocessors wrote these: past the L1.
       const int64_t at = (c + j + pair) * kSlotRows + h * kHeadRows + r;
       stats[j] = __ldcg(p.partial_stats + at);
-      values[j] = __ldcg(reinterpret_cast<const uint2*>(p.partial_o + at * kHeadDim) + four);
+      values[j] = __ldcg(reinterpret_cast<const uint4*>(p.partial_o + at * kHeadDim) + eight);
     }
     float top = maximum;
 #pragma unroll
@@ -75,23 +69,30 @@ __device__ __forceinline__ void merge_pieces(const AttendParams& p, const Pieces
     const float before = exp2_fast(maximum - top);
     maximum = top;
     sum *= before;
-    o = make_float4(o.x * before, o.y * before, o.z * before, o.w * before);
+#pragma unroll
+    for (int d = 0; d < 8; ++d) o[d] *= before;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       const float mass = stats[j].y * exp2_fast(stats[j].x - top);
-      const float2 low = unpack_halves(values[j].x), high = unpack_halves(values[j].y);
       sum += mass;
-      o.x += low.x * mass;
-      o.y += low.y * mass;
-      o.z += high.x * mass;
-      o.w += high.y * mass;
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        const float2 two = unpack_halves((&values[j].x)[d]);
+        o[2 * d] += two.x * mass;
+        o[2 * d + 1] += two.y * mass;
+      }
     }
   }
   const int kv_head = head_set * kHeads + h;
   const int64_t row = output_row(p, request, kv_head, r);
   const Softmax softmax = softmax_of(p, kv_head, r, make_float2(maximum, sum));
-  write_output(p, row, four, o, softmax.factor);
-  if (four == 0) p.lse[row] = softmax.lse;
+  uint4 packed;
+#pragma unroll
+  for (int d = 0; d < 4; ++d) {
+    (&packed.x)[d] = pack(o[2 * d] * softmax.factor, o[2 * d + 1] * softmax.factor);
+  }
+  *reinterpret_cast<uint4*>(p.out + row * kHeadDim + eight * 8) = packed;
+  if (eight == 0) p.lse[row] = softmax.lse;
 }
 
 // The pairs that a CTA has parts of, its first and its last at most, where the CTAs merge pieces
@@ -126,7 +127,7 @@ class Parts {
       __threadfence();
     }
     __syncthreads();
-    const int items = kHeads * p.num_queries * p.group * kFours;
+    const int items = kHeads * p.num_queries * p.group * kEights;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       if (!is_last[i]) continue;
@@ -159,7 +160,7 @@ class Parts {
   int first_done_ = 0;
 };
 
-// Grid: (num_ctas, rows * kFours / kCombineThreads). Block x has the pair whose pieces begin with
+// Grid: (num_ctas, rows * kEights / kCombineThreads). Block x has the pair whose pieces begin with
 // CTA x's, if there is one.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const AttendParams p) {
   const int first = blockIdx.x, num_ctas = gridDim.x;
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const AttendPa
     if (!__all_sync(~0u, in_pair)) break;
   }
   const int item = blockIdx.y * kCombineThreads + threadIdx.x;
-  if (item >= kHeads * p.num_queries * p.group * kFours) return;
+  if (item >= kHeads * p.num_queries * p.group * kEights) return;
   if (pieces.end == first + 2) merge_pieces<2>(p, pieces, next.request, next.head_set, item);
   else merge_pieces<12>(p, pieces, next.request, next.head_set, item);
 }

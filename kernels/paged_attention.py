@@ -340,6 +340,7 @@ class PagedAttention:
             attend.score_head_stride = scores.head_stride
             attend.references = scores.score_ref[layer].data_ptr()
             attend.score_groups = scores.score_groups.data_ptr()
+            attend.keeps_scores = int(scores.keeps_scores)
         loaded = current.loaded
         error = loaded.library.vegas_attend(
             self.device.index,
@@ -419,14 +420,17 @@ class ScoreCollector:
         (self._library,) = load(
             [Source("selection.cu", (), torch.cuda.get_device_capability(device))]
         )
-        blocks, begin_bytes, select_bytes = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        keeps, blocks, begin_bytes, select_bytes = (ctypes.c_int() for _ in range(4))
         error = self._library.vegas_prepare(
-            device.index, num_heads, *map(ctypes.byref, (blocks, begin_bytes, select_bytes))
+            *(device.index, num_heads),
+            *map(ctypes.byref, (keeps, blocks, begin_bytes, select_bytes)),
         )
         check(self._library, error, "prepare")
         assert begin_bytes.value == ctypes.sizeof(structs.BeginParams)
         assert select_bytes.value == ctypes.sizeof(structs.SelectParams)
         self._num_blocks = blocks.value
+        # Whether scores stay in a part of the L2.
+        self.keeps_scores = bool(keeps.value)
 
         def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

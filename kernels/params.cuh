@@ -105,6 +105,7 @@ struct AttendParams {
   int group;  // query heads of a KV head
   int num_queries;
   int num_new;  // 0 or num_queries
+  int keeps_scores;  // whether a part of the L2 is set aside for them
   int window;   // positions up to its own that a query sees; 0: all
   float scale;  // times log2(e)
   float v_scale;  // of the outputs

@@ -75,6 +75,23 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+// Scores are read soon: they are the last to leave the L2, as far as a part is set aside for that.
+__device__ __forceinline__ uint64_t evict_last_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void store(void* at, uint2 value, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(at), "r"(value.x),
+               "r"(value.y), "l"(policy)
+               : "memory");
+}
+
 // 16 bytes, or zeros where `bytes` is 0.
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, uint32_t bytes,
                                            uint64_t policy) {

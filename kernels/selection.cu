@@ -95,6 +95,9 @@ constexpr int kSpareOctaves = 3;
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocks = 2;  // on a multiprocessor
+// Of Hopper's 50 MB of L2 for scores on their way: writes among the attention's reads cost it more
+// time than their bytes, and more of the L2 costs the attention itself (NOTES.md).
+constexpr size_t kSetAside = 12 << 20;
 
 __host__ __device__ int div_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -281,7 +284,7 @@ __device__ __forceinline__ void count_keys(const SelectParams& p, const Share& s
     const uint2* const from = scores + static_cast<uint32_t>(group * p.group);
 #pragma unroll
     for (int i = 0; i < kLaneHeads; ++i) {
-      loaded[i] = __ldcs(from + heads.offsets[batch * kBatchHeads + 8 * i + lane_head]);
+      loaded[i] = __ldg(from + heads.offsets[batch * kBatchHeads + 8 * i + lane_head]);
     }
   };
 
@@ -547,18 +550,21 @@ __global__ void __launch_bounds__(256) reference_kernel(const SelectParams p) {
 
 extern "C" {
 
-// Loads the kernels, which a graph capture couldn't, and says how many blocks share a layer's work and
-// how large the parameters are.
-int vegas_prepare(int device, int num_heads, int* num_blocks, int* begin_bytes,
+// Loads the kernels, which a graph capture couldn't, sets a part of the L2 aside, and says whether
+// that could be done, how many blocks share a layer's work and how large the parameters are.
+int vegas_prepare(int device, int num_heads, int* keeps_scores, int* num_blocks, int* begin_bytes,
                   int* select_bytes) {
   cudaError_t error = cudaSetDevice(device);
   cudaFuncAttributes attributes;
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, begin_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, select_kernel);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, reference_kernel);
-  int processors = 0, fits = 0;
+  int processors = 0, fits = 0, major = 0;
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fits, select_kernel, kThreads,
@@ -567,6 +573,15 @@ int vegas_prepare(int device, int num_heads, int* num_blocks, int* begin_bytes,
   *num_blocks = processors * min(fits, kBlocks);
   *begin_bytes = sizeof(BeginParams);
   *select_bytes = sizeof(SelectParams);
+  size_t set_aside = 0;
+  if (error == cudaSuccess && major == 9) {
+    // Not everywhere, not under MIG for one.
+    cudaDeviceGetLimit(&set_aside, cudaLimitPersistingL2CacheSize);
+    if (set_aside < kSetAside) cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, kSetAside);
+    cudaDeviceGetLimit(&set_aside, cudaLimitPersistingL2CacheSize);
+    cudaGetLastError();
+  }
+  *keeps_scores = set_aside >= kSetAside;
   return error;
 }
 

@@ -68,6 +68,7 @@ class AttendParams(ctypes.Structure):
         ("group", c_int),
         ("num_queries", c_int),
         ("num_new", c_int),
+        ("keeps_scores", c_int),
         ("window", c_int),
         ("scale", c_float),
         ("v_scale", c_float),
