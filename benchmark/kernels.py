@@ -2,6 +2,7 @@
 
 Times graph replays over random page tables, in turn over several KV caches, and sets them against
 this device's copy bandwidth, measured in the same run, and SGLang's FA3 where it can be imported.
+Prints ratios last. Results are the medians of several replays.
 
     python benchmark/kernels.py [--out benchmark/results/X.json]
 """
@@ -29,7 +30,7 @@ from sgl_vegas_kernels.paged_attention import (  # noqa: E402  # pyright: ignore
 
 from benchmark.environment import commit, write_report  # noqa: E402
 
-DEVICE, DTYPE = "cuda", torch.bfloat16
+DEVICE, DTYPE, FP8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
 RATIO, MIN_TOKENS, MAX_K = 0.07, 256, 16384
 REPLAYS = 7
 
@@ -208,7 +209,55 @@ class Bench:
                 found[name] = time_graph(lambda i, n=num_queries: self.fa3(i, n), calls), full
         except ImportError:
             pass
+        self.caches = [(k.to(FP8), v.to(FP8)) for k, v in self.caches]
+        self.verify = PagedAttention(
+            *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.num_queries),
+            *(shape.batch, DTYPE, DEVICE, FP8),
+        )
+        self.new_kv = None
+        self.plan()
+        found["verify, FP8 KV"] = time_graph(self.dense, calls), full // 2
         return found
+
+
+# Of FA3's time, or of the floor's; the shapes in order.
+TARGETS: dict[str, tuple[float, ...]] = {
+    "verify / FA3": (1.02, 1.02, 1.02),
+    "verify with scores / FA3": (1.03, 1.03, 1.06),
+    "selection / FA3": (0.04, 0.04, 0.08),
+    "sparse floor / measured": (0.80, 0.80, 0.70),
+}
+
+
+def summary(shape: Shape, times: dict[str, tuple[float, int]], bandwidth: float) -> dict[str, Any]:
+    """The case's figures by the names that results are compared by, in microseconds."""
+    _, draft_bytes = times["draft at 7%"]
+    fa3 = times.get(f"FA3, {shape.num_queries} queries")
+    return {
+        "shape": asdict(shape),
+        "fa3_us": fa3[0] if fa3 else None,
+        "verify_us": times["verify"][0],
+        "verify_collect_us": times["verify with scores"][0],
+        "selection_us": times["select"][0],
+        "sparse_decode_us": times["draft at 7%"][0],
+        "sparse_floor_us": draft_bytes / bandwidth * 1e6,
+        "times": {
+            name: {"us": us, "bytes": size, "of_copy": size / (us * 1e-6) / bandwidth}
+            for name, (us, size) in times.items()
+        },
+    }
+
+
+def ratios(case: dict[str, Any]) -> dict[str, float]:
+    found = {"sparse floor / measured": case["sparse_floor_us"] / case["sparse_decode_us"]}
+    if case["fa3_us"]:
+        for name, key in (
+            ("verify / FA3", "verify_us"),
+            ("verify with scores / FA3", "verify_collect_us"),
+            ("selection / FA3", "selection_us"),
+        ):
+            found[name] = case[key] / case["fa3_us"]
+    return found
 
 
 def main() -> None:
@@ -223,19 +272,26 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "commit": options.commit or commit(),
         "copy_bytes_per_second": bandwidth,
-        "shapes": [],
+        "cases": [],
     }
     for shape in SHAPES:
         print(shape.name)
-        times = {}
-        for name, (microseconds, size) in Bench(shape).run().items():
+        times = Bench(shape).run()
+        for name, (microseconds, size) in times.items():
             share = size / (microseconds * 1e-6) / bandwidth
             print(
                 f"  {name:42}{microseconds:9.1f}" + (f"{share:18.1%}" if size else ""), flush=True
             )
-            times[name] = {"us": microseconds, "bytes": size}
-        report["shapes"].append({**asdict(shape), "times": times})
+        report["cases"].append(summary(shape, times, bandwidth))
         torch.cuda.empty_cache()
+    print("\n" + " " * 28 + "".join(f"{shape.name:>26}" for shape in SHAPES))
+    for name, targets in TARGETS.items():
+        line = f"{name:28}"
+        for i, case in enumerate(report["cases"]):
+            ratio = ratios(case).get(name)
+            target = f" (target {targets[i]:.2f})" if i < len(targets) else " " * 14
+            line += f"{'-' if ratio is None else f'{ratio:.3f}':>12}{target}"
+        print(line)
     write_report(report, options.out)
 
 
