@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t query_offset(int place, int chunk) {
 }
 
 // A lane's scores of a row are of the products' columns 8j + 2 * quad + b, b < 2. They are to be
-// those of kLaneTokens neighbouring tokens, in the order in which `encode` packs them, so token t of
+// those of kLaneTokens neighbouring tokens, in the order in which they are packed, so token t of
 // quad's lies in the tile's row 8j + 2 * quad + b with t = token_of(j, b).
 __host__ __device__ constexpr int token_of(int j, int b) { return j / 4 * 8 + j % 4 + 4 * b; }
 

@@ -2,10 +2,10 @@
 // knows, once a pass, for all layers.
 //
 // A tile is kTileTokens entries of one (request, KV head) pair, or of as many heads as a CTA attends
-// to at once (a set), of which an empty request's pairs
-// have one without entries. Turning to a pair takes a CTA the time of kTurnTiles tiles; so these are
-// in front of every pair's tiles, without entries. All are numbered by request, then head, then
-// place in the list, which is below 0 for the first kTurnTiles. CTA c of N has [c*T/N, (c+1)*T/N) of
+// to at once (a set), of which an empty request's pairs have one without entries. Turning to a pair
+// takes a CTA the time of kTurnTiles tiles; so these are in front of every pair's tiles, without
+// entries. All are numbered by request, then head, then place in the list, which is below 0 for the
+// first kTurnTiles. CTA c of N has [c*T/N, (c+1)*T/N) of
 // them, T being how many there are and N the number of CTAs, or T where that is less.
 #pragma once
 #include <cstdint>
