@@ -535,15 +535,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) select_kernel(const __grid_
 }
 
 // Sets the references of a pass that has none: the lse of a run without scores.
-__global__ void __launch_bounds__(256) reference_kernel(const SelectParams p) {
-  const int num_heads = p.num_kv_heads * p.group;
-  for (int i = blockIdx.x * 256 + threadIdx.x; i < p.batch * num_heads * 2; i += gridDim.x * 256) {
-    const int which = i % 2, head = i / 2 % num_heads, request = i / (2 * num_heads);
-    const int query = which ? p.num_queries - 1 : 0;
-    const float lse =
-        p.lse[(static_cast<int64_t>(request) * p.num_queries + query) * num_heads + head];
-    p.references[(p.rows[request] * num_heads + head) * 2 + which] = isfinite(lse) ? lse : 0.f;
-  }
+__global__ void __launch_bounds__(kThreads) reference_kernel(const SelectParams p) {
+  for (int r = blockIdx.x; r < p.batch; r += gridDim.x) keep_references(p, r, p.rows[r]);
 }
 
 }  // namespace
@@ -604,7 +597,7 @@ int vegas_select(int device, const SelectParams* params, int num_blocks, void* s
 int vegas_set_references(int device, const SelectParams* params, void* stream) {
   const cudaError_t error = cudaSetDevice(device);
   if (error != cudaSuccess) return error;
-  reference_kernel<<<16, 256, 0, static_cast<cudaStream_t>(stream)>>>(*params);
+  reference_kernel<<<16, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*params);
   return cudaGetLastError();
 }
 
