@@ -2,7 +2,9 @@
 
 Times graph replays over random page tables, in turn over several KV caches, and sets them against
 this device's copy bandwidth, measured in the same run, and SGLang's FA3 where it can be imported.
-Prints ratios last. Results are the medians of several replays.
+FA3 comes first, as in a process without VEGAS, and again at each shape, as after ScoreCollector has
+set a part of the L2 aside. Verification and drafts write their new K and V, which FA3 leaves to
+another kernel. Prints ratios last. Results are the medians of several replays.
 
     python benchmark/kernels.py [--out benchmark/results/X.json]
 """
@@ -10,6 +12,7 @@ Prints ratios last. Results are the medians of several replays.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -87,7 +90,15 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (time_graph(lambda i: torch.neg(source, out=target), 4) * 1e-6)
 
 
+def read_bandwidth() -> float:
+    """Bytes a second, read alone."""
+    source = torch.randn(1 << 30, device=DEVICE, dtype=torch.float32)
+    return source.nbytes / (time_graph(lambda i: source.max(), 4) * 1e-6)
+
+
 class Bench:
+    """A shape's inputs."""
+
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         generator = torch.Generator(DEVICE).manual_seed(1)
@@ -98,6 +109,7 @@ class Bench:
         self.req_to_token[1:] = slots.view(batch, width)
         self.rows = torch.arange(1, batch + 1, device=DEVICE)
         self.seq_lens = torch.full((batch,), shape.seq_len, device=DEVICE)
+        self.fa3_lens = {n: (self.seq_lens + n).int() for n in (1, shape.num_queries)}
         kv_shape = (num_slots, shape.num_kv_heads, shape.head_dim)
 
         def normal(*size: int) -> torch.Tensor:
@@ -111,6 +123,10 @@ class Bench:
         self.new_kv1 = self.new_kv[0][:batch], self.new_kv[1][:batch]
         self.out = torch.empty_like(self.q)
         self.q1, self.out1 = normal(batch, *heads), torch.empty_like(self.q[:batch])
+        self.scale = shape.head_dim**-0.5
+
+    def make_kernels(self) -> None:
+        shape, batch = self.shape, self.shape.batch
         args = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self.verify = PagedAttention(*args, shape.num_queries, batch, DTYPE, DEVICE)
         self.draft = PagedAttention(*args, 1, batch, DTYPE, DEVICE)
@@ -124,7 +140,6 @@ class Bench:
             torch.zeros(num_rows, dtype=torch.int32, device=DEVICE),
             torch.zeros(num_rows, dtype=torch.int32, device=DEVICE),
         )
-        self.scale = shape.head_dim**-0.5
 
     def plan(self, _: int = 0) -> None:
         self.verify.plan_dense(self.seq_lens, self.rows, self.shape.num_queries)
@@ -177,16 +192,26 @@ class Bench:
             q.view(shape.batch, num_queries, shape.num_heads, shape.head_dim),
             *(k.unsqueeze(1), v.unsqueeze(1)),
             page_table=self.req_to_token[1:],
-            cache_seqlens=(self.seq_lens + num_queries).int(),
+            cache_seqlens=self.fa3_lens[num_queries],
             softmax_scale=self.scale,
             causal=True,
         )
+
+    def time_fa3(self) -> dict[str, float]:
+        """Microseconds by what was timed; nothing where there is no FA3."""
+        if importlib.util.find_spec("sgl_kernel") is None:
+            return {}
+        return {
+            f"FA3, {n} queries": time_graph(lambda i, n=n: self.fa3(i, n), self.shape.calls)
+            for n in self.fa3_lens
+        }
 
     def run(self) -> dict[str, tuple[float, int]]:
         """Microseconds and KV bytes (0: not meaningful) by what was timed."""
         shape, calls = self.shape, self.shape.calls
         found: dict[str, tuple[float, int]] = {}
         full = shape.bytes(shape.seq_len + shape.num_queries)
+        self.make_kernels()
         self.plan()
         self.begin()
         for i in range(2 * shape.caches):  # references that fit, and tables
@@ -200,23 +225,20 @@ class Bench:
         self.plan_draft()
         listed = int(self.tables.counts[1]) + 4
         found["draft plan"] = time_graph(self.plan_draft, calls), 0
-        found["draft at 7%"] = time_graph(self.sparse, calls), shape.bytes(listed)
+        found["draft"] = time_graph(self.sparse, calls), shape.bytes(listed)
         self.draft.plan_dense(self.seq_lens, self.rows, 1)
         found["dense, one query"] = time_graph(self.dense_one, calls), full
-        try:
-            for num_queries in (shape.num_queries, 1):
-                name = f"FA3, {num_queries} queries"
-                found[name] = time_graph(lambda i, n=num_queries: self.fa3(i, n), calls), full
-        except ImportError:
-            pass
+        for name, microseconds in self.time_fa3().items():
+            found[f"{name}, L2 set aside"] = microseconds, full
+        self.new_kv = None
+        found["verify, no new KV"] = time_graph(self.dense, calls), full
         self.caches = [(k.to(FP8), v.to(FP8)) for k, v in self.caches]
         self.verify = PagedAttention(
             *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.num_queries),
             *(shape.batch, DTYPE, DEVICE, FP8),
         )
-        self.new_kv = None
         self.plan()
-        found["verify, FP8 KV"] = time_graph(self.dense, calls), full // 2
+        found["verify, no new KV, FP8"] = time_graph(self.dense, calls), full // 2
         return found
 
 
@@ -231,7 +253,7 @@ TARGETS: dict[str, tuple[float, ...]] = {
 
 def summary(shape: Shape, times: dict[str, tuple[float, int]], bandwidth: float) -> dict[str, Any]:
     """The case's figures by the names that results are compared by, in microseconds."""
-    _, draft_bytes = times["draft at 7%"]
+    _, draft_bytes = times["draft"]
     fa3 = times.get(f"FA3, {shape.num_queries} queries")
     return {
         "shape": asdict(shape),
@@ -239,7 +261,7 @@ def summary(shape: Shape, times: dict[str, tuple[float, int]], bandwidth: float)
         "verify_us": times["verify"][0],
         "verify_collect_us": times["verify with scores"][0],
         "selection_us": times["select"][0],
-        "sparse_decode_us": times["draft at 7%"][0],
+        "sparse_decode_us": times["draft"][0],
         "sparse_floor_us": draft_bytes / bandwidth * 1e6,
         "times": {
             name: {"us": us, "bytes": size, "of_copy": size / (us * 1e-6) / bandwidth}
@@ -265,18 +287,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default=None, help="where there is no git repository")
     options = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, copies at {bandwidth / 1e12:.2f} TB/s")
+    bandwidth, reads = copy_bandwidth(), read_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()}, copies at {bandwidth / 1e12:.2f} TB/s, "
+        f"reads at {reads / 1e12:.2f} TB/s"
+    )
     print(f"{'':44}{'us':>9}{'of copy bandwidth':>19}")
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "commit": options.commit or commit(),
         "copy_bytes_per_second": bandwidth,
+        "read_bytes_per_second": reads,
         "cases": [],
     }
+    fa3 = {shape: Bench(shape).time_fa3() for shape in SHAPES}
     for shape in SHAPES:
         print(shape.name)
-        times = Bench(shape).run()
+        full = shape.bytes(shape.seq_len + shape.num_queries)
+        times = {name: (us, full) for name, us in fa3[shape].items()} | Bench(shape).run()
         for name, (microseconds, size) in times.items():
             share = size / (microseconds * 1e-6) / bandwidth
             print(

@@ -1,6 +1,7 @@
 // Merges the pieces of pairs that several CTAs have parts of, from the workspace: a thread for eight
 // dims of a row. Pieces have outputs of their own, as halves: writes cost the attention's reads far
-// more than their bytes (NOTES.md), and a half's 11 bits are more than a bf16 output keeps.
+// more than their bytes (NOTES.md), and a half's 11 bits are more than a bf16 output keeps. Outputs
+// beyond a half's range, 65,504, are cut to it, and those below 2^-14 lose bits.
 #pragma once
 #include "rows.cuh"
 #include "segments.cuh"

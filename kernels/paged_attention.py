@@ -7,8 +7,9 @@ verification emit its scores and selects each layer's most attended positions.
 Nothing here waits for the device or allocates after construction, lengths are read on the device
 only, and buffers never move: all of it can be captured in CUDA graphs. A graph is captured for one
 batch size and one number of queries, and replays with any lengths. Calls are for one stream at a
-time, but a layer's `select` may run on another: it reads the attention's `lse`, the plan's sizes
-and the scores, so that the next `dense` waits for it.
+time, but a layer's `select` may run on another: it reads the attention's `lse`, the scores and what
+`begin` wrote, and writes the tables, so that the next `dense`, `begin` or `plan_sparse` has to wait
+for it.
 
 Row 0 of `req_to_token` is the padding row: any number of requests may use it, nothing is selected
 for it, and what its slots hold, which new K and V of all of them go to, nobody reads.
@@ -228,8 +229,9 @@ class PagedAttention:
     ) -> None:
         """Attends as the last `plan_dense` says, and has `scores` collect this layer's scores.
 
-        q: (batch * num_queries, num_heads, head_dim), rows may be strided; out: the same, dense.
-        k_cache, v_cache: (num_slots, num_kv_heads, head_dim). req_to_token: (num_rows, width)
+        q: (batch * num_queries, num_heads, head_dim) of `dtype`, rows may be strided; out: the
+        same, dense. k_cache, v_cache: (num_slots, num_kv_heads, head_dim) of `kv_dtype`, dense.
+        layer: the one whose references `scores` uses. req_to_token: (num_rows, width)
         int32, slot of every position. new_kv: K and V of the queries' own positions, (batch *
         num_queries, num_kv_heads, head_dim), rows may be strided: the call writes them into the
         caches. None where they are there already, as they must be with KV of 8 bits. sinks:
@@ -332,7 +334,7 @@ class PagedAttention:
             attend.new_k_stride, attend.new_v_stride = new_k.stride(0), new_v.stride(0)
             attend.num_new = current.num_queries
         if tables is not None:
-            attend.positions = pointer(tables.positions[layer], torch.int32, 2, "tables.positions")
+            attend.positions = _positions(tables, layer)
             attend.max_count = tables.positions.shape[2]
         if scores is not None:
             scores.check_attention(self)
@@ -466,6 +468,11 @@ class ScoreCollector:
             self.scores.data_ptr(),
         )
 
+    @staticmethod
+    def bytes_per_token(num_heads: int) -> int:
+        """What a token of the capacity takes."""
+        return -(-num_heads // 2) + 2
+
     def begin(self, rank_lens: torch.Tensor, rows: torch.Tensor, tables: Tables) -> None:
         """Starts a pass: decides who collects and writes `counts` and `bases` of their rows (0
         where the request is too short for a table or its row is 0; unchanged where it doesn't fit
@@ -475,10 +482,7 @@ class ScoreCollector:
         if not 1 <= batch <= self.max_batch:
             raise ValueError(f"batch of {batch}, made for up to {self.max_batch}")
         _check_shape(rows, (batch,), "rows")
-        if self.max_tokens > tables.positions.shape[2]:
-            raise ValueError(
-                f"max_tokens is {self.max_tokens}, tables hold {tables.positions.shape[2]}"
-            )
+        self._check_tables(tables)
         params = structs.BeginParams(
             selection=self._selection,
             rank_lens=pointer(rank_lens, torch.int64, 1, "rank_lens"),
@@ -502,9 +506,10 @@ class ScoreCollector:
         self, attention: PagedAttention, layer: int, rows: torch.Tensor, tables: Tables
     ) -> None:
         """Writes the layer's tables from the scores that `attention.dense` just collected, and
-        keeps its log-sum-exps as the next pass's references."""
+        keeps its log-sum-exps as the next pass's references. rows, tables: those of `begin`."""
+        self._check_tables(tables)
         params = self._select_params(attention, layer, rows)
-        params.positions = pointer(tables.positions[layer], torch.int32, 2, "tables.positions")
+        params.positions = _positions(tables, layer)
         params.max_count = tables.positions.shape[2]
         error = self._library.vegas_select(
             self.device.index, ctypes.byref(params), self._num_blocks, _stream(self.device)
@@ -528,8 +533,9 @@ class ScoreCollector:
         """Selects from the prompt's last query alone, for which no reference exists: attends twice.
 
         The caller has called `attention.plan_dense(seq_lens - 1, rows, 1)` and
-        `begin(seq_lens, rows, tables)` for the pass. q: (batch, num_heads, head_dim), the last
-        token's; out gets its attention.
+        `begin(seq_lens, rows, tables)` for the pass; rows, seq_lens: (batch,) int64. q: (batch,
+        num_heads, head_dim), the last token's; out, of q's shape, gets its attention. The others
+        are as for `PagedAttention.dense`.
         """
         _check_shape(seq_lens, (q.shape[0],), "seq_lens")
         attention.dense(q, k_cache, v_cache, req_to_token, scale, out)
@@ -547,6 +553,12 @@ class ScoreCollector:
             raise ValueError("the attention and the collector have different heads")
         if attention.planned_batch > self.max_batch:
             raise ValueError(f"batch of {attention.planned_batch}, made for up to {self.max_batch}")
+
+    def _check_tables(self, tables: Tables) -> None:
+        if self.max_tokens > tables.positions.shape[2]:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}, tables hold {tables.positions.shape[2]}"
+            )
 
     @property
     def head_stride(self) -> int:
@@ -578,6 +590,12 @@ def _with_index(device: torch.device | str) -> torch.device:
     if device.index is not None:
         return device
     return torch.device(device.type, torch.cuda.current_device())
+
+
+def _positions(tables: Tables, layer: int) -> int:
+    if not tables.positions.is_contiguous():
+        raise ValueError("tables.positions must be contiguous")
+    return pointer(tables.positions[layer], torch.int32, 2, "tables.positions")
 
 
 def _stream(device: torch.device) -> ctypes.c_void_p:

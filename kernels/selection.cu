@@ -7,7 +7,8 @@
 //           when a request's shares are all through: the threshold, the positions of the keys above
 //           it, and as many of those at it as are missing; also the next pass's references
 //
-// Blocks of `select` wait for each other, so there are no more than the device holds at once.
+// Blocks of `select` wait for each other, so there are no more than the device holds at once, and they
+// are launched together or not at all.
 //
 // Every launcher returns a cudaError_t.
 #include <cuda_fp16.h>
@@ -590,8 +591,10 @@ int vegas_select(int device, const SelectParams* params, int num_blocks, void* s
   if (error != cudaSuccess) return error;
   const auto on = static_cast<cudaStream_t>(stream);
   const size_t shared_bytes = padded_heads(params->num_kv_heads * params->group) * kHeadBytes;
-  select_kernel<<<num_blocks, kThreads, shared_bytes, on>>>(*params);
-  return cudaGetLastError();
+  SelectParams copy = *params;
+  void* arguments[] = {&copy};
+  return cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(select_kernel), num_blocks,
+                                     kThreads, arguments, shared_bytes, on);
 }
 
 int vegas_set_references(int device, const SelectParams* params, void* stream) {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_vegas_kernels.instances import (  # pyright: ignore[reportMissingImports]
+    MAX_BATCH,
     MAX_QUERIES,
     MAX_ROW_TILES,
 )
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 NAME = "VEGAS"
 CUDA_HEAD_DIMS = tuple(MAX_ROW_TILES)
 MAX_CUDA_STEPS = MAX_QUERIES - 1
+# A row is for padding.
+MAX_CUDA_REQUESTS = MAX_BATCH - 1
 ATTENTION_BACKENDS = {"cuda": ("fa3", "flashinfer"), "cpu": ("torch_native",)}
 
 
@@ -126,6 +129,12 @@ def validate(server_args: ServerArgs) -> None:
         raise ValueError(
             f"VEGAS does not support --speculative-num-steps {num_steps} on a GPU; "
             f"use {MAX_CUDA_STEPS} or fewer."
+        )
+    max_requests = server_args.max_running_requests or 1
+    if server_args.device != "cpu" and max_requests > MAX_CUDA_REQUESTS:
+        raise ValueError(
+            f"VEGAS does not support --max-running-requests {max_requests} on a GPU; "
+            f"use {MAX_CUDA_REQUESTS} or fewer."
         )
     num_draft_tokens = server_args.speculative_num_draft_tokens
     if num_draft_tokens is not None and num_draft_tokens != num_steps + 1:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissingImports]
+    ScoreCollector,
+)
 
 from sgl_vegas.attention.backend import VegasAttentionBackend
 from sgl_vegas.attention.cuda_kernels import CudaKernels, CudaWorkspace
@@ -42,6 +45,9 @@ from sgl_vegas.verification import Verified, accept, verify_batch
 logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
+
+# Of the memory that is free for the KV pool, what scores may take where prefixes are shared.
+MAX_SCORE_SHARE = 0.01
 
 
 class VegasWorker(BaseSpecWorker):
@@ -103,10 +109,18 @@ class VegasWorker(BaseSpecWorker):
 
     def _make_workspace(self) -> CudaWorkspace:
         dtype = self.model_runner.kv_cache_dtype
-        free_tokens = torch.cuda.mem_get_info()[0] // self.kv_bytes
-        max_tokens = min(free_tokens, self.server_args.max_total_tokens or free_tokens)
+        free_bytes = torch.cuda.mem_get_info()[0]
+        pool_tokens = free_bytes // self.kv_bytes
+        pool_tokens = min(pool_tokens, self.server_args.max_total_tokens or pool_tokens)
+        # Requests that share a prefix are each scored on it, so a batch may have more positions
+        # than the pool has tokens.
+        per_token = ScoreCollector.bytes_per_token(self.layers[0].tp_q_head_num)
+        score_tokens = min(
+            self.max_requests * self.model_runner.model_config.context_len,
+            max(pool_tokens, int(free_bytes * MAX_SCORE_SHARE) // per_token),
+        )
         workspace = CudaWorkspace(
-            self.layers, self.tables, self.config, self.policy, max_tokens, dtype
+            self.layers, self.tables, self.config, self.policy, score_tokens, dtype
         )
         graphs: Any = self.server_args.cuda_graph_config
         bs = min(max(graphs.decode.bs or [1]), self.max_requests)

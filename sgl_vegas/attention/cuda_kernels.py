@@ -31,8 +31,8 @@ class CudaWorkspace:
         dtype: torch.dtype,
     ) -> None:
         """Args:
-        max_tokens: tokens that the KV pool may come to hold; scores are kept for as many at a
-            time, one layer after the other.
+        max_tokens: KV lengths of a batch, summed up, that scores are kept for, of one layer at a
+            time; requests beyond them keep their tables.
         """
         layer, device = layers[0], tables.counts.device
         num_heads, num_kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
@@ -181,6 +181,8 @@ class CudaKernels:
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._rows, self._seq_lens = rows, seq_lens
         if self._scores is not None:
+            # Whoever doesn't fit into the collector's capacity keeps what the row has.
+            self._tables.drop(rows)
             self._verify.plan_dense(seq_lens - 1, rows, 1)
             self._scores.begin(seq_lens, rows, self._tables)
         elif self._torch is not None:

@@ -158,7 +158,7 @@ def test_random_selection(seed):
     lengths = random_lengths(choose, num_kv_heads)
     case = make_case(
         *(lengths, num_queries, num_kv_heads * group, num_kv_heads, head_dim, BF16),
-        sharpness=choose.choice((1.0, 3.0)),
+        sharpness=3.0,  # with less, half of the heads could be missing unnoticed
         seed=seed,
     )
     share_prefixes(choose, case)

@@ -65,6 +65,16 @@ class Setup:
         self.attend(layer)
         self.collector.select(self.attention, layer, self.case.rows, self.tables)
 
+    def prefill(self, *layers: int) -> None:
+        case = self.case
+        self.attention.plan_dense(case.seq_lens - 1, case.rows, 1)
+        self.collector.begin(case.seq_lens, case.rows, self.tables)
+        for layer in layers:
+            self.collector.prefill(
+                *(self.attention, case.q, case.k_cache, case.v_cache, case.req_to_token),
+                *(case.rows, case.seq_lens, case.scale, self.tables, layer, case.out),
+            )
+
     def chosen(self, layer: int, request: int) -> torch.Tensor:
         row = int(self.case.rows[request])
         return self.tables.positions[layer, row, : int(self.tables.counts[row])].long()
@@ -138,6 +148,59 @@ def test_verification_selects_the_heaviest(head_dim, num_kv_heads, group, num_qu
     assert (setup.collector._histograms == 0).all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "num_queries"),
+    [(kv, group, n) for kv in (1, 2) for group in (1, 3, 5, 8, 13, 16) for n in (1, 2, 7, 16)],
+)
+def test_every_head_of_both_queries_counts_and_no_other_query(
+    head_dim, num_kv_heads, group, num_queries
+):
+    """Each head and query has a position of its own that it attends to and nobody else does."""
+    num_heads, length = num_kv_heads * group, 3000
+    ends = sorted({0, num_queries - 1})
+    k = len(ends) * num_heads
+    case = make_case([length], num_queries, num_heads, num_kv_heads, head_dim, BF16)
+    if PagedAttention.supports(
+        *(num_heads, num_kv_heads, head_dim, num_queries, BF16),
+        torch.cuda.get_device_capability(),
+    ):
+        pytest.skip("no such instance on this device")
+    own = torch.randperm(length, device=DEVICE)[: num_queries * num_heads]
+    own = own.view(num_queries, num_heads)
+    for query in range(num_queries):
+        for head in range(num_heads):
+            q = case.q[query, head].float()
+            # A score of 20 there, and less than 12 for the others.
+            case.k_cache[case.slots(0)[own[query, head]].long(), head // group] = (
+                q * 20 / (case.scale * q.square().sum())
+            ).to(BF16)
+    setup = Setup(case, ratio=1e-6, min_tokens=k)
+    for _ in range(2):
+        setup.begin()
+        setup.verify(0)
+    assert setup.chosen(0, 0).sort().values.tolist() == own[ends].flatten().sort().values.tolist()
+
+
+def test_tables_have_to_be_dense():
+    case = make_case([3000], 7, 8, 2, 128, BF16)
+    setup = Setup(case)
+    setup.begin()
+    setup.attend(0)
+    part = Tables(
+        setup.tables.positions.repeat(1, 1, 2)[:, :, :MAX_K],
+        setup.tables.counts,
+        setup.tables.bases,
+    )
+    with pytest.raises(ValueError, match="contiguous"):
+        setup.collector.select(setup.attention, 0, case.rows, part)
+    narrow = Tables(
+        setup.tables.positions[:, :, :8].contiguous(), setup.tables.counts, setup.tables.bases
+    )
+    with pytest.raises(ValueError, match="max_tokens"):
+        setup.collector.select(setup.attention, 0, case.rows, narrow)
+
+
 @pytest.mark.parametrize(("shift", "kept_share"), [(-1.5, 0.93), (1.5, 0.93), (-6, 0.8), (6, 0.8)])
 def test_old_references(shift, kept_share):
     """References up to so many octaves away from this pass's log-sum-exp, which then replaces
@@ -177,13 +240,23 @@ def test_exactly_k_whatever_the_bytes(kind):
             assert (chosen % 2 == 1).all()
 
 
-@pytest.mark.parametrize("lengths", [[9000, 40, 700, 1025], [777] * 200])
-def test_same_scores_give_the_same_tables(lengths):
-    """Entry by entry. The second has more requests than the device has multiprocessors."""
+@pytest.mark.parametrize(
+    ("lengths", "shares_a_block"),
+    [
+        ([9000, 40, 700, 1025], 1),
+        ([777] * 200, 1),
+        ([777] * 600, 2),
+        ([6000] * 40 + [300] * 500, 2),
+    ],
+)
+def test_same_scores_give_the_same_tables(lengths, shares_a_block):
+    """Entry by entry. The last have more shares than select has blocks."""
     case = make_case(lengths, 7, 8, 2, 128, BF16)
-    setup = Setup(case)
+    setup = Setup(case, capacity=1 << 19)
     setup.begin()
     setup.verify(0)
+    collector = setup.collector
+    assert (int(collector._num_shares) > collector._num_blocks) == (shares_a_block > 1)
     first = setup.tables.positions.clone()
     assert (first[0, case.rows[0], 0] >= 0).all()
     for _ in range(5):
@@ -192,6 +265,9 @@ def test_same_scores_give_the_same_tables(lengths):
         setup.begin()
         setup.verify(0)
         assert torch.equal(setup.tables.positions, first)
+    setup.begin()
+    setup.verify(0)  # with references that fit
+    setup.check(0)
 
 
 def test_nothing_outside_a_table_is_written():
@@ -238,13 +314,7 @@ def test_prefill(head_dim, group):
     case = make_case(LENGTHS, 1, 2 * group, 2, head_dim, BF16, sharpness=3.0)
     setup = Setup(case)
     setup.collector.score_ref.fill_(1e4)
-    setup.attention.plan_dense(case.seq_lens - 1, case.rows, 1)
-    setup.collector.begin(case.seq_lens, case.rows, setup.tables)
-    for layer in range(LAYERS):
-        setup.collector.prefill(
-            *(setup.attention, case.q, case.k_cache, case.v_cache, case.req_to_token, case.rows),
-            *(case.seq_lens, case.scale, setup.tables, layer, case.out),
-        )
+    setup.prefill(*range(LAYERS))
     for layer in range(LAYERS):
         setup.check(layer, prefill=True)
 

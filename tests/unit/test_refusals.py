@@ -182,6 +182,7 @@ def test_gamma_must_be_positive(plain_args: ServerArgs, steps: int) -> None:
         ({"device": "cuda", "attention_backend": "torch_native"}, "--attention-backend"),
         ({"device": "cuda", "attention_backend": "flashmla"}, "--attention-backend flashmla"),
         ({"device": "xpu"}, "xpu"),
+        ({"device": "cuda", "max_running_requests": 2048}, "--max-running-requests 2048"),
         (
             {"device": "cuda", "attention_backend": "fa3", "decode_attention_backend": "triton"},
             "--attention-backend alone",
