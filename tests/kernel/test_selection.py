@@ -267,7 +267,7 @@ def test_same_scores_give_the_same_tables(lengths, shares_a_block):
         assert torch.equal(setup.tables.positions, first)
     setup.begin()
     setup.verify(0)  # with references that fit
-    setup.check(0)
+    setup.check(0, kept_share=0.93)  # of 300 tokens 22 are chosen, few for a share
 
 
 def test_nothing_outside_a_table_is_written():
