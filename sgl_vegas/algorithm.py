@@ -23,12 +23,14 @@ from sgl_vegas.sglang_compat import (
     attention_backends_of,
     disable_cuda_graphs,
     disable_overlap_on_cpu,
+    register_prefix_cache,
     resolved_view,
 )
 
 logger = logging.getLogger(__name__)
 
 NAME = "VEGAS"
+PREFIX_CACHE = "vegas"
 CUDA_HEAD_DIMS = tuple(MAX_ROW_TILES)
 MAX_CUDA_STEPS = MAX_QUERIES - 1
 # A row is for padding.
@@ -89,6 +91,14 @@ class VegasSpecAlgo(CustomSpecAlgo):
             logger.warning("Grammar backend is set to llguidance: xgrammar needs a GPU.")
         disable_overlap_on_cpu(server_args)
         config = VegasConfig.from_env(server_args.speculative_num_steps)
+        if config.reuses_tables and server_args.radix_cache_backend is None:
+            server_args.radix_cache_backend = PREFIX_CACHE
+        elif config.reuses_tables:
+            logger.warning(
+                "VEGAS keeps no tables in the prefix cache (--radix-cache-backend %s): drafts "
+                "start from the prompt's last query.",
+                server_args.radix_cache_backend,
+            )
         if server_args.device == "cpu":
             disable_cuda_graphs(server_args)
         elif not config.selects_in_kernels:
@@ -111,6 +121,7 @@ def register() -> None:
     SpeculativeAlgorithm.register(
         NAME, supports_overlap=True, validate_server_args=validate, spec_class=VegasSpecAlgo
     )(create)
+    register_prefix_cache(PREFIX_CACHE, lambda tree, runner: runner.vegas_worker.connect(tree))
 
 
 def validate(server_args: ServerArgs) -> None:

@@ -15,11 +15,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 SCORE_MODES = ("weight", "logit")
+FIRST_TABLES = ("cached", "prompt", "none")
 DEFAULT_NUM_STEPS = 6
 
 
 def _optional_int(text: str) -> int | None:
     return None if text.lower() in ("", "none") else int(text)
+
+
+def _optional_float(text: str) -> float | None:
+    return None if text.lower() in ("", "none") else float(text)
 
 
 def _setting(default: Any, parse: Callable[[str], Any], help: str, choices=None) -> Any:
@@ -66,6 +71,21 @@ class VegasConfig:
         "acceptance seen.",
     )
 
+    first_table: str = _setting(
+        "cached",
+        str,
+        "What a request's drafts attend to before its first verify pass: 'cached' (the table kept "
+        "with its cached prefix, where that reaches nearly to the prompt's end, else as 'prompt'), "
+        "'prompt' (what the prompt's last query attends to) or 'none' (everything).",
+        FIRST_TABLES,
+    )
+    table_cache_gb: float | None = _setting(
+        None,
+        _optional_float,
+        "Memory for tables of cached prefixes, in GB; 'none' for 1% of the memory that is free for "
+        "the KV pool, 0 to keep none.",
+    )
+
     def __post_init__(self) -> None:
         if self.num_steps < 1:
             raise ValueError(f"--speculative-num-steps must be at least 1, got {self.num_steps}.")
@@ -88,6 +108,20 @@ class VegasConfig:
             raise ValueError(
                 f"--vegas-score-mode must be one of {SCORE_MODES}, got {self.score_mode!r}."
             )
+
+        if self.first_table not in FIRST_TABLES:
+            raise ValueError(
+                f"--vegas-first-table must be one of {FIRST_TABLES}, got {self.first_table!r}."
+            )
+        if self.table_cache_gb is not None and not 0 <= self.table_cache_gb < math.inf:
+            raise ValueError(
+                f"--vegas-table-cache-gb must be at least 0, got {self.table_cache_gb}."
+            )
+
+    @property
+    def reuses_tables(self) -> bool:
+        """Whether tables are kept with cached prefixes."""
+        return self.first_table == "cached" and self.table_cache_gb != 0
 
     @property
     def num_draft_tokens(self) -> int:

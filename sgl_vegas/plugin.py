@@ -16,6 +16,7 @@ def load() -> None:
             hook_cli,
             hook_draft_kv_pool,
             hook_finish_state,
+            hook_internal_state,
             hook_row_width,
             hook_token_check,
             is_registered,
@@ -26,6 +27,7 @@ def load() -> None:
             hook_cli(add_flags, export_flags)
             hook_draft_kv_pool(NAME)
             hook_finish_state(NAME)
+            hook_internal_state(NAME)
             hook_row_width(NAME)
             hook_token_check(NAME)
     except Exception as error:

@@ -26,6 +26,16 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    default_radix_cache_factory,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -55,6 +65,7 @@ from sglang.srt.speculative.spec_utils import (
     record_stream_for_v2_verify,
     spec_stage_span,
 )
+from sglang.srt.utils import get_available_gpu_memory
 
 SUPPORTED_VERSION = "0.5.17"
 
@@ -69,6 +80,7 @@ __all__ = [
     "AttentionArch",
     "AttentionBackend",
     "AttentionType",
+    "BasePrefixCache",
     "BaseSpecWorker",
     "CaptureHiddenMode",
     "CustomSpecAlgo",
@@ -96,17 +108,21 @@ __all__ = [
     "disable_cuda_graphs",
     "disable_overlap_on_cpu",
     "forward_context",
+    "free_memory",
     "generate_simulated_accept_index",
     "graph_batch_sizes",
     "graph_capture_session",
     "hook_cli",
     "hook_draft_kv_pool",
     "hook_finish_state",
+    "hook_internal_state",
     "hook_row_width",
     "hook_token_check",
     "is_registered",
+    "python_tree_problem",
     "record_stream_each",
     "record_stream_for_v2_verify",
+    "register_prefix_cache",
     "replay_verify_graph",
     "resolved_view",
     "samples_with_flashinfer",
@@ -120,6 +136,7 @@ _GET_DRAFT_KV_POOL = "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 _EXTRA_CONTEXT_LEN = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 _UPDATE_FINISH_STATE = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 _HOOKED = {
     _ADD_CLI_ARGS,
     _FROM_CLI_ARGS,
@@ -127,6 +144,7 @@ _HOOKED = {
     _EXTRA_CONTEXT_LEN,
     _VALIDATE_REQUEST,
     _UPDATE_FINISH_STATE,
+    _INTERNAL_STATE,
 }
 
 
@@ -236,6 +254,47 @@ def hook_finish_state(algorithm: str) -> None:
         req.grammar = grammar
 
     HookRegistry.register(_UPDATE_FINISH_STATE, around_update_finish_state, HookType.AROUND)
+
+
+def hook_internal_state(algorithm: str) -> None:
+    """Add what the worker of `algorithm` says of itself to the server's info endpoint."""
+
+    def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler.spec_algorithm.name == algorithm:
+            result.internal_state[algorithm.lower()] = scheduler.draft_worker.info()
+        return result
+
+    HookRegistry.register(_INTERNAL_STATE, after_get_internal_state, HookType.AFTER)
+
+
+def register_prefix_cache(name: str, after_build: Callable[[BasePrefixCache, Any], None]) -> None:
+    """Register prefix cache `name`: the one that SGLang would choose, given to
+    `after_build(tree, model_runner)` when it is made."""
+
+    def build(context: TreeCacheBuildContext) -> BasePrefixCache:
+        tree = default_radix_cache_factory(context)
+        after_build(tree, context.tp_worker.model_runner)
+        return tree
+
+    if get_radix_cache_factory(name) is None:
+        register_radix_cache_backend(name, build)
+
+
+def free_memory(device: str) -> int:
+    """Bytes that are free on this process's device."""
+    gpu = torch.cuda.current_device() if device == "cuda" else 0
+    return int(get_available_gpu_memory(device, gpu, empty_cache=False) * 2**30)
+
+
+def python_tree_problem(tree: BasePrefixCache) -> str | None:
+    """Why `tree` isn't a radix tree whose nodes are Python objects, or None."""
+    if type(tree) not in (RadixCache, UnifiedRadixCache):
+        return f"it is a {type(tree).__name__}"
+    if isinstance(tree, UnifiedRadixCache) and type(tree.tree_core) is not UnifiedTreeCore:
+        return f"its core is a {type(tree.tree_core).__name__}"
+    if tree.disable:
+        return "it is switched off"
+    return None
 
 
 def assert_hooks_took() -> None:

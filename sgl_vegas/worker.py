@@ -25,6 +25,7 @@ from sgl_vegas.payoff import Payoff, measure_costs
 from sgl_vegas.sampling.penalties import PenaltyTracker
 from sgl_vegas.selection.policy import build_policy
 from sgl_vegas.sglang_compat import (
+    BasePrefixCache,
     BaseSpecWorker,
     CaptureHiddenMode,
     GenerationBatchResult,
@@ -33,11 +34,16 @@ from sgl_vegas.sglang_compat import (
     ServerArgs,
     TpModelWorker,
     assert_hooks_took,
+    free_memory,
     graph_batch_sizes,
     samples_with_flashinfer,
     set_time_batch,
     spec_stage_span,
 )
+from sgl_vegas.tables.counters import prometheus_counters
+from sgl_vegas.tables.first_tables import FirstTables
+from sgl_vegas.tables.prefix_tables import PrefixTables, to_device
+from sgl_vegas.tables.radix_tree import keep_tables
 from sgl_vegas.tables.request_tables import RequestTables
 from sgl_vegas.timing import PhaseTimer
 from sgl_vegas.verification import Verified, accept, verify_batch
@@ -48,6 +54,8 @@ Publish = Callable[[torch.Tensor], None]
 
 # Of the memory that is free for the KV pool, what scores may take where prefixes are shared.
 MAX_SCORE_SHARE = 0.01
+# Of the KV pool's bytes, what tables of cached prefixes may take if nothing is said.
+TABLE_CACHE_SHARE = 0.01
 
 
 class VegasWorker(BaseSpecWorker):
@@ -74,6 +82,7 @@ class VegasWorker(BaseSpecWorker):
         self.device: Any = server_args.device
         self._target_worker = target_worker
         self.model_runner: Any = target_worker.model_runner
+        self.model_runner.vegas_worker = self  # for the prefix cache, which SGLang builds later
         self.config = VegasConfig.from_env(server_args.speculative_num_steps)
         self.policy = build_policy(self.config)
         # SGLang's metrics read these two.
@@ -83,6 +92,7 @@ class VegasWorker(BaseSpecWorker):
         self.layers = attention_layers(self.model_runner.model)
         self.kv_bytes = kv_bytes_per_token(self.layers, self.model_runner.kv_cache_dtype)
         self.tables = self._make_tables()
+        self.first_tables = FirstTables(self.config, self.tables, self._make_prefix_tables())
         self.workspace = None
         if self.device != "cpu":
             self.workspace = self._make_workspace()
@@ -107,9 +117,38 @@ class VegasWorker(BaseSpecWorker):
         num_rows = self.max_requests + 1  # row 0 is for padding
         return RequestTables(len(self.layers), num_rows, max_selected, self.device)
 
+    def _make_prefix_tables(self) -> PrefixTables | None:
+        args = self.server_args
+        if not (self.policy.needs_scores and self.config.reuses_tables) or args.disable_radix_cache:
+            return None
+        free_bytes = free_memory(self.device)
+        cached_tokens = free_bytes // self.kv_bytes
+        cached_tokens = min(cached_tokens, args.max_total_tokens or cached_tokens)
+        budget = cached_tokens * self.kv_bytes * TABLE_CACHE_SHARE
+        if self.config.table_cache_gb is not None:
+            budget = self.config.table_cache_gb * 1e9
+        num_pages = int(budget) // PrefixTables.page_bytes(len(self.layers))
+        counters = {}
+        if args.enable_metrics:
+            counters = {"on_event": prometheus_counters(args.served_model_name)}
+        prefixes = PrefixTables(self.tables, num_pages, **counters)
+        logger.info(
+            "VEGAS keeps tables of cached prefixes in %.3f GB, %d bytes per token that the KV pool "
+            "may hold; a table of n positions takes %d bytes a position.",
+            prefixes.nbytes / 1e9,
+            prefixes.nbytes // max(cached_tokens, 1),
+            4 * len(self.layers),
+        )
+        return prefixes
+
+    def connect(self, tree: BasePrefixCache) -> None:
+        """Have SGLang's prefix cache keep tables, if that is wanted. Called when it is built."""
+        if self.first_tables.prefixes is not None:
+            self.first_tables.connected = keep_tables(tree, self.first_tables.prefixes, self.config)
+
     def _make_workspace(self) -> CudaWorkspace:
         dtype = self.model_runner.kv_cache_dtype
-        free_bytes = torch.cuda.mem_get_info()[0]
+        free_bytes = free_memory(self.device)
         pool_tokens = free_bytes // self.kv_bytes
         pool_tokens = min(pool_tokens, self.server_args.max_total_tokens or pool_tokens)
         # Requests that share a prefix are each scored on it, so a batch may have more positions
@@ -188,7 +227,23 @@ class VegasWorker(BaseSpecWorker):
         self.payoff.saw(num_correct_drafts_per_req)
 
     def clear_cache_pool(self) -> None:
+        """Called by SGLang when it empties the prefix cache."""
         self.tables.clear()
+        if self.first_tables.prefixes is not None:
+            self.first_tables.prefixes.clear()
+
+    def info(self) -> dict[str, Any]:
+        """For the server's info endpoint."""
+        prefixes = self.first_tables.prefixes
+        cache = {"enabled": self.first_tables.connected}
+        if prefixes is not None:
+            cache |= {
+                "bytes": prefixes.nbytes,
+                "used_bytes": prefixes.used_bytes,
+                "tables": prefixes.num_tables,
+                **prefixes.events,
+            }
+        return {"table_cache": cache}
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
         """Called by SGLang when a request has finished.
@@ -229,9 +284,12 @@ class VegasWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         self.penalties.start(batch.reqs)
+        scored = self.first_tables.before_prefill(batch)
+        self.backend.scored = to_device(scored, self.tables.counts.device)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.NULL
         )
+        self.backend.scored = None
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)

@@ -35,6 +35,8 @@ class VegasAttentionBackend(AttentionBackend):
         self.kernels = kernels
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
+        # Of a prefill batch, the requests whose last query makes tables, (n,) int64; None: all.
+        self.scored: torch.Tensor | None = None
         # The kernels of a GPU read lengths there; what the wrapped backend needs is for prefill,
         # where SGLang always has them on the host.
         self.needs_cpu_seq_lens = dense.needs_cpu_seq_lens and not kernels.capturable
@@ -55,7 +57,11 @@ class VegasAttentionBackend(AttentionBackend):
             return
         self.dense.init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_extend():
-            self.kernels.begin_prefill(forward_batch.req_pool_indices, forward_batch.seq_lens)
+            rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+            if self.scored is not None:
+                rows, seq_lens = rows[self.scored], seq_lens[self.scored]
+            if len(rows) > 0:
+                self.kernels.begin_prefill(rows, seq_lens)
 
     # SGLang captures verify passes only: nothing is kept outside the graph, since the kernels take
     # their plan from the static `seq_lens` and `req_pool_indices` inside it.
@@ -120,8 +126,11 @@ class VegasAttentionBackend(AttentionBackend):
             q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
         extend_seq_lens: Any = forward_batch.extend_seq_lens
-        last_queries = queries[extend_seq_lens.cumsum(0) - 1]
-        self.kernels.prefill(layer.layer_id, last_queries, *self._caches(layer), layer.scaling)
+        last = extend_seq_lens.cumsum(0) - 1
+        if self.scored is not None:
+            last = last[self.scored]
+        if len(last) > 0:
+            self.kernels.prefill(layer.layer_id, queries[last], *self._caches(layer), layer.scaling)
         return output
 
     def _caches(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,190 @@
+"""Does a request draft better from its first token if its cached prefix brings a table along?
+
+Conversations over long texts (a question, its answer, the next question), questions that share a
+text, and prompts that come again, each sent to a server per `--vegas-first-table`; a stream shows
+the tokens of the first iterations after the prefill. Answers and `cached_tokens` must be the same
+with all of them and, with --plain, with plain SGLang.
+
+    python benchmark/table_reuse.py --model-path M [--texts 12] [--plain] [--out X.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmark.environment import (  # noqa: E402
+    add_common_flags,
+    add_model_flag,
+    commit,
+    device_name,
+    write_report,
+)
+from tests.prompts import code, load_tokenizer, prose  # noqa: E402
+from tests.server_process import Server, launch_server  # noqa: E402
+
+MODES = ("cached", "prompt", "none")
+ITERATIONS = (1, 2, 4)
+TEXTS = [
+    *(f"prose {topic}" for topic in ("types", "compound", "specialnames", "formatstrings")),
+    *("prose assert", "prose numbers"),
+    *(f"code {module}" for module in ("ast", "argparse", "heapq", "textwrap", "difflib", "json")),
+]
+QUESTIONS = (
+    "What is this text about? Answer in one paragraph.",
+    "Which names does it mention? List the most important ones.",
+    "Explain the last part of it in simple words.",
+    "What would a beginner get wrong about this?",
+)
+
+
+def text_of(name: str) -> str:
+    kind, _, topic = name.partition(" ")
+    if kind == "prose":
+        return prose(topic)
+    return "\n".join(code(m) for m in (topic, "ast", "argparse"))
+
+
+class Client:
+    """Sends requests and keeps, for each, its answer and the tokens after each iteration."""
+
+    def __init__(self, server: Server, new_tokens: int) -> None:
+        self.server = server
+        self.new_tokens = new_tokens
+        self.requests: list[dict[str, Any]] = []
+
+    def ask(self, kind: str, ids: list[int]) -> list[int]:
+        counts: list[int] = []
+        last: dict[str, Any] = {}
+        for last in self.server.stream(
+            ids, temperature=0, max_new_tokens=self.new_tokens, ignore_eos=True
+        ):
+            count = last["meta_info"]["completion_tokens"]
+            if not counts or count > counts[-1]:
+                counts.append(count)
+        self.requests.append(
+            {
+                "kind": kind,
+                "prompt_tokens": len(ids),
+                "cached_tokens": last["meta_info"]["cached_tokens"],
+                "tokens_after_iteration": counts,
+                "ids": last["output_ids"],
+            }
+        )
+        return last["output_ids"]
+
+
+def traffic(client: Client, tokenizer: Any, texts: int, text_tokens: int) -> Iterator[None]:
+    """Yields after each text. Kinds of requests: "first", which finds nothing cached, "turn",
+    "question" and "again"."""
+
+    def ids_of(messages: list[dict[str, str]]) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    for name in TEXTS[:texts]:
+        text = tokenizer.decode(tokenizer.encode(text_of(name))[:text_tokens])
+        client.server.flush_cache()
+        messages = [{"role": "user", "content": f"{text}\n\n{QUESTIONS[0]}"}]
+        first = ids_of(messages)
+        for turn in range(3):
+            ids = ids_of(messages)
+            answer = client.ask("turn" if turn else "first", ids)
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+            messages.append({"role": "user", "content": QUESTIONS[turn + 1]})
+        for question in QUESTIONS[1:3]:
+            client.ask("question", ids_of([{"role": "user", "content": f"{text}\n\n{question}"}]))
+        client.ask("again", first)
+        yield
+
+
+def measure(options: argparse.Namespace, mode: str, tokenizer: Any) -> list[dict[str, Any]]:
+    flags = [
+        *("--speculative-num-steps", str(options.num_steps)),
+        *("--vegas-sparsity-ratio", str(options.sparsity_ratio), "--vegas-min-tokens", "64"),
+        *("--vegas-first-table", mode, "--vegas-speculate-above", "0"),
+    ]
+    algorithm = "VEGAS"
+    if mode == "plain":
+        # As VEGAS runs on a CPU; otherwise the last token of an answer is cached too.
+        flags, algorithm = ["--disable-overlap-schedule"], None
+    log = options.log_dir / f"table_reuse_{mode}.log"
+    with launch_server(
+        options.model_path,
+        algorithm=algorithm,
+        extra_args=[*flags, *options.server_args],
+        log_path=log,
+    ) as server:
+        client = Client(server, options.max_new_tokens)
+        for i, _ in enumerate(traffic(client, tokenizer, options.texts, options.text_tokens)):
+            print(f"{mode}: text {i + 1} of {options.texts}", flush=True)
+        if mode == "cached":
+            print(server.get("/server_info").json()["internal_states"][0]["vegas"])
+    return client.requests
+
+
+def summarise(requests: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Tokens an iteration over the first 1, 2 and 4 iterations by kind, mean and standard error."""
+    found = {}
+    for kind in ("first", "turn", "question", "again"):
+        of_kind = [r["tokens_after_iteration"] for r in requests if r["kind"] == kind]
+        row: dict[str, float] = {"requests": len(of_kind)}
+        for n in ITERATIONS:
+            # The prefill's token is no iteration's.
+            values = [(counts[n] - counts[0]) / n for counts in of_kind if len(counts) > n]
+            row[f"first_{n}"] = statistics.mean(values)
+            row[f"first_{n}_stderr"] = statistics.stdev(values) / len(values) ** 0.5
+        found[kind] = row
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_model_flag(parser)
+    add_common_flags(parser)
+    parser.add_argument("--sparsity-ratio", type=float, default=0.07)
+    parser.add_argument("--texts", type=int, default=len(TEXTS), help="2 or more")
+    parser.add_argument("--text-tokens", type=int, default=2000)
+    parser.add_argument("--max-new-tokens", type=int, default=34)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--plain", action="store_true", help="compare with plain SGLang too")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(options.model_path)
+    modes = [*options.modes, *(["plain"] if options.plain else [])]
+    runs = {mode: measure(options, mode, tokenizer) for mode in modes}
+    same = {
+        key: all([r[key] for r in run] == [r[key] for r in runs[modes[0]]] for run in runs.values())
+        for key in ("ids", "cached_tokens")
+    }
+    report = {
+        "device": device_name(),
+        "commit": commit(),
+        "model": Path(options.model_path).name,
+        "num_steps": options.num_steps,
+        "sparsity_ratio": options.sparsity_ratio,
+        "compared": modes,
+        "same_answers": same["ids"],
+        "same_cached_tokens": same["cached_tokens"],
+        "modes": {mode: summarise(runs[mode]) for mode in options.modes},
+    }
+    write_report(report, options.out)
+    print(f"answers alike: {same['ids']}; cached_tokens alike: {same['cached_tokens']}")
+    print(f"{'':10}{'':10}" + "".join(f"{f'first {n}':>16}" for n in ITERATIONS))
+    for kind in ("first", "turn", "question", "again"):
+        for mode in options.modes:
+            row = report["modes"][mode][kind]
+            cells = (
+                f"{row[f'first_{n}']:.2f} +- {row[f'first_{n}_stderr']:.2f}" for n in ITERATIONS
+            )
+            print(f"{kind:10}{mode:10}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
