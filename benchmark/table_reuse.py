@@ -32,6 +32,8 @@ from tests.server_process import Server, launch_server  # noqa: E402
 
 MODES = ("cached", "prompt", "none")
 ITERATIONS = (1, 2, 4)
+# Of each answer; then the client hangs up.
+ANSWER_TOKENS = 16
 TEXTS = [
     *(f"prose {topic}" for topic in ("types", "compound", "specialnames", "formatstrings")),
     *("prose assert", "prose numbers"),
@@ -53,32 +55,33 @@ def text_of(name: str) -> str:
 
 
 class Client:
-    """Sends requests and keeps, for each, its answer and the tokens after each iteration."""
+    """Sends requests and keeps, for each, its answer's beginning and the tokens after each
+    iteration."""
 
-    def __init__(self, server: Server, new_tokens: int) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
-        self.new_tokens = new_tokens
         self.requests: list[dict[str, Any]] = []
 
     def ask(self, kind: str, ids: list[int]) -> list[int]:
         counts: list[int] = []
         last: dict[str, Any] = {}
-        for last in self.server.stream(
-            ids, temperature=0, max_new_tokens=self.new_tokens, ignore_eos=True
-        ):
-            count = last["meta_info"]["completion_tokens"]
-            if not counts or count > counts[-1]:
-                counts.append(count)
+        stream = self.server.stream(ids, temperature=0, max_new_tokens=100, ignore_eos=True)
+        for last in stream:
+            counts.append(last["meta_info"]["completion_tokens"])
+            if counts[-1] > ANSWER_TOKENS and len(counts) > ITERATIONS[-1]:
+                break
+        stream.close()
+        answer = last["output_ids"][:ANSWER_TOKENS]
         self.requests.append(
             {
                 "kind": kind,
                 "prompt_tokens": len(ids),
                 "cached_tokens": last["meta_info"]["cached_tokens"],
                 "tokens_after_iteration": counts,
-                "ids": last["output_ids"],
+                "ids": answer,
             }
         )
-        return last["output_ids"]
+        return answer
 
 
 def traffic(client: Client, tokenizer: Any, texts: int, text_tokens: int) -> Iterator[None]:
@@ -108,7 +111,7 @@ def traffic(client: Client, tokenizer: Any, texts: int, text_tokens: int) -> Ite
 def measure(options: argparse.Namespace, mode: str, tokenizer: Any) -> list[dict[str, Any]]:
     flags = [
         *("--speculative-num-steps", str(options.num_steps)),
-        *("--vegas-sparsity-ratio", str(options.sparsity_ratio), "--vegas-min-tokens", "64"),
+        *("--vegas-sparsity-ratio", str(options.sparsity_ratio)),
         *("--vegas-first-table", mode, "--vegas-speculate-above", "0"),
     ]
     algorithm = "VEGAS"
@@ -122,7 +125,7 @@ def measure(options: argparse.Namespace, mode: str, tokenizer: Any) -> list[dict
         extra_args=[*flags, *options.server_args],
         log_path=log,
     ) as server:
-        client = Client(server, options.max_new_tokens)
+        client = Client(server)
         for i, _ in enumerate(traffic(client, tokenizer, options.texts, options.text_tokens)):
             print(f"{mode}: text {i + 1} of {options.texts}", flush=True)
         if mode == "cached":
@@ -138,7 +141,7 @@ def summarise(requests: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         row: dict[str, float] = {"requests": len(of_kind)}
         for n in ITERATIONS:
             # The prefill's token is no iteration's.
-            values = [(counts[n] - counts[0]) / n for counts in of_kind if len(counts) > n]
+            values = [(counts[n] - counts[0]) / n for counts in of_kind]
             row[f"first_{n}"] = statistics.mean(values)
             row[f"first_{n}_stderr"] = statistics.stdev(values) / len(values) ** 0.5
         found[kind] = row
@@ -152,7 +155,6 @@ def main() -> None:
     parser.add_argument("--sparsity-ratio", type=float, default=0.07)
     parser.add_argument("--texts", type=int, default=len(TEXTS), help="2 or more")
     parser.add_argument("--text-tokens", type=int, default=2000)
-    parser.add_argument("--max-new-tokens", type=int, default=34)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--plain", action="store_true", help="compare with plain SGLang too")
     options = parser.parse_args()
@@ -169,6 +171,7 @@ def main() -> None:
         "model": Path(options.model_path).name,
         "num_steps": options.num_steps,
         "sparsity_ratio": options.sparsity_ratio,
+        "text_tokens": options.text_tokens,
         "compared": modes,
         "same_answers": same["ids"],
         "same_cached_tokens": same["cached_tokens"],

@@ -26,6 +26,7 @@ from sgl_vegas.sglang_compat import (
     register_prefix_cache,
     resolved_view,
 )
+from sgl_vegas.tables.radix_tree import warn_not_kept
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +95,7 @@ class VegasSpecAlgo(CustomSpecAlgo):
         if config.reuses_tables and server_args.radix_cache_backend is None:
             server_args.radix_cache_backend = PREFIX_CACHE
         elif config.reuses_tables:
-            logger.warning(
-                "VEGAS keeps no tables in the prefix cache (--radix-cache-backend %s): drafts "
-                "start from the prompt's last query.",
-                server_args.radix_cache_backend,
-            )
+            warn_not_kept(f"--radix-cache-backend {server_args.radix_cache_backend}")
         if server_args.device == "cpu":
             disable_cuda_graphs(server_args)
         elif not config.selects_in_kernels:

@@ -43,7 +43,7 @@ from sgl_vegas.sglang_compat import (
 from sgl_vegas.tables.counters import prometheus_counters
 from sgl_vegas.tables.first_tables import FirstTables
 from sgl_vegas.tables.prefix_tables import PrefixTables, to_device
-from sgl_vegas.tables.radix_tree import keep_tables
+from sgl_vegas.tables.radix_tree import keep_tables, warn_not_kept
 from sgl_vegas.tables.request_tables import RequestTables
 from sgl_vegas.timing import PhaseTimer
 from sgl_vegas.verification import Verified, accept, verify_batch
@@ -119,7 +119,10 @@ class VegasWorker(BaseSpecWorker):
 
     def _make_prefix_tables(self) -> PrefixTables | None:
         args = self.server_args
-        if not (self.policy.needs_scores and self.config.reuses_tables) or args.disable_radix_cache:
+        if not (self.policy.needs_scores and self.config.reuses_tables):
+            return None
+        if args.disable_radix_cache:
+            warn_not_kept("it is switched off")
             return None
         free_bytes = free_memory(self.device)
         cached_tokens = free_bytes // self.kv_bytes

@@ -38,6 +38,14 @@ class _KeepsTables:
         self._vegas_store(req, node, row, length)
 
 
+def warn_not_kept(why: str) -> None:
+    logger.warning(
+        "VEGAS keeps no tables in the prefix cache (%s): drafts start from the prompt's last "
+        "query.",
+        why,
+    )
+
+
 def keep_tables(tree: BasePrefixCache, tables: PrefixTables, config: VegasConfig) -> bool:
     """Have `tree` store requests' tables in `tables` from now on.
 
@@ -46,11 +54,7 @@ def keep_tables(tree: BasePrefixCache, tables: PrefixTables, config: VegasConfig
     """
     problem = python_tree_problem(tree)
     if problem is not None:
-        logger.warning(
-            "VEGAS keeps no tables in the prefix cache (%s): drafts start from the prompt's last "
-            "query.",
-            problem,
-        )
+        warn_not_kept(problem)
         return False
 
     def store(req: Any, handle: Any, row: int, length: int) -> None:

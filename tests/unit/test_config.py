@@ -10,7 +10,10 @@ import pytest
 
 from sgl_vegas.config import VegasConfig, add_flags, env_name, export_flags, flag_name
 
-SETTINGS = ("sparsity_ratio", "min_tokens", "max_tokens", "policy", "score_mode")
+SETTINGS = (
+    *("sparsity_ratio", "min_tokens", "max_tokens", "policy", "score_mode"),
+    *("first_table", "table_cache_gb"),
+)
 FLAGS = tuple(f"--vegas-{name.replace('_', '-')}" for name in SETTINGS)
 
 
@@ -49,6 +52,10 @@ def test_defaults_are_the_papers() -> None:
         ({"min_tokens": 300, "max_tokens": 299}, "--vegas-max-tokens"),
         ({"max_tokens": 0}, "--vegas-max-tokens"),
         ({"score_mode": "logits"}, "--vegas-score-mode"),
+        ({"first_table": "last"}, "--vegas-first-table"),
+        ({"table_cache_gb": -0.5}, "--vegas-table-cache-gb"),
+        ({"table_cache_gb": float("nan")}, "--vegas-table-cache-gb"),
+        ({"table_cache_gb": float("inf")}, "--vegas-table-cache-gb"),
     ],
 )
 def test_refusals_name_their_flag(values: dict, flag: str) -> None:

@@ -1,0 +1,165 @@
+"""Tables of cached prefixes: who gets them, who doesn't, and that nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import ServerSlot
+from tests.prompts import Prompt
+from tests.server import mixed_traffic, traffic
+from tests.server.conftest import PlainAnswers
+from tests.server.mixed_traffic import table_cache
+from tests.server_process import Server, launch_server
+
+pytestmark = pytest.mark.server
+
+COUNTED = ("hits", "misses", "stores", "evictions")
+MIXED_TRAFFIC_S = 45.0
+NOT_KEPT = "VEGAS keeps no tables in the prefix cache"
+
+
+@pytest.fixture
+def context(prompts: list[Prompt]) -> Prompt:
+    """Long enough for a table."""
+    return next(p for p in prompts if p.name == "code-1k-heapq")
+
+
+def counts(server: Server) -> dict[str, int]:
+    cache = table_cache(server)
+    return {name: cache[name] for name in COUNTED}
+
+
+def new_counts(server: Server, before: dict[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in counts(server).items()}
+
+
+def generate(server: Server, ids: list[int], **options: Any) -> list[int]:
+    body = {"input_ids": ids, "sampling_params": {**traffic.GREEDY, "max_new_tokens": 16}}
+    return server.post("/generate", body | options)["output_ids"]
+
+
+def test_a_follow_up_takes_its_prefix_table(vegas_server: Server, context: Prompt) -> None:
+    vegas_server.flush_cache()
+    ids = list(context.ids)
+    before = counts(vegas_server)
+    answer = generate(vegas_server, ids)
+    # At the end of the prompt, and at the end of the answer.
+    assert new_counts(vegas_server, before) == dict(hits=0, misses=1, stores=2, evictions=0)
+    follow_up = ids + answer + ids[:20]
+    generate(vegas_server, follow_up)
+    assert new_counts(vegas_server, before) == dict(hits=1, misses=1, stores=4, evictions=0)
+    # It reaches too little of this prompt, whose rest drafts would attend to as a whole.
+    generate(vegas_server, ids[:400] + ids[:700])
+    assert new_counts(vegas_server, before)["misses"] == 2
+
+
+def test_samples_of_one_prompt_share_a_table(vegas_server: Server, context: Prompt) -> None:
+    vegas_server.flush_cache()
+    before = counts(vegas_server)
+    sampling = {"temperature": 0, "max_new_tokens": 8, "n": 3}
+    vegas_server.post("/generate", {"input_ids": list(context.ids), "sampling_params": sampling})
+    assert new_counts(vegas_server, before)["hits"] >= 2
+
+
+def test_other_namespaces_find_no_table(vegas_server: Server, context: Prompt) -> None:
+    vegas_server.flush_cache()
+    ids = list(context.ids)
+    generate(vegas_server, ids, extra_key="one")
+    before = counts(vegas_server)
+    generate(vegas_server, ids, extra_key="another")
+    assert new_counts(vegas_server, before) == dict(hits=0, misses=1, stores=2, evictions=0)
+    generate(vegas_server, ids, extra_key="one")
+    assert new_counts(vegas_server, before)["hits"] == 1
+
+
+def test_a_flush_drops_tables(vegas_server: Server, context: Prompt) -> None:
+    generate(vegas_server, list(context.ids))
+    assert table_cache(vegas_server)["tables"] > 0
+    vegas_server.flush_cache()
+    cache = table_cache(vegas_server)
+    assert cache["tables"] == cache["used_bytes"] == 0
+    before = counts(vegas_server)
+    generate(vegas_server, list(context.ids))
+    assert new_counts(vegas_server, before)["hits"] == 0
+
+
+def test_prometheus(vegas_server: Server, context: Prompt) -> None:
+    for _ in range(2):
+        generate(vegas_server, list(context.ids))
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(vegas_server.get("/metrics").text)
+        for sample in family.samples
+    }
+    cache = counts(vegas_server)
+    assert cache["hits"] > 0
+    for name in COUNTED:
+        assert found[f"sglang:vegas_table_cache_{name}_total"] == cache[name]
+
+
+def test_unified_radix_cache(
+    plain: PlainAnswers,
+    server_slot: ServerSlot,
+    model_path: Path,
+    prefix_prompts: list[Prompt],
+    tmp_path: Path,
+) -> None:
+    server_slot.stop()
+    with launch_server(
+        model_path,
+        algorithm="VEGAS",
+        env={"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"},
+        log_path=tmp_path / "server.log",
+    ) as server:
+        answers = traffic.prefix_hits(server, prefix_prompts)
+        assert {name: a.ids for name, a in answers.items()} == {
+            name: a.ids for name, a in plain.prefix_hits.items()
+        }
+        cache = table_cache(server)
+        assert cache["enabled"] and cache["hits"] >= 2
+        assert NOT_KEPT not in server.log()
+        server.flush_cache()
+        assert table_cache(server)["used_bytes"] == 0
+
+
+def test_without_a_radix_cache(
+    server_slot: ServerSlot, model_path: Path, context: Prompt, tmp_path: Path
+) -> None:
+    server_slot.stop()
+    with launch_server(
+        model_path,
+        algorithm="VEGAS",
+        extra_args=["--disable-radix-cache"],
+        log_path=tmp_path / "server.log",
+    ) as server:
+        first, again = (generate(server, list(context.ids)) for _ in range(2))
+        assert first == again
+        assert server.log().count(NOT_KEPT) == 1
+        assert not table_cache(server)["enabled"]
+
+
+def test_mixed_traffic(
+    server_slot: ServerSlot, model_path: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """The short form of benchmark/soak.py."""
+    server_slot.stop()
+    some = mixed_traffic.make_requests(tokenizer)
+    with launch_server(
+        model_path,
+        algorithm="VEGAS",
+        extra_args=mixed_traffic.FLAGS,
+        log_path=tmp_path / "server.log",
+    ) as server:
+        before = server.load()["num_used_tokens"]
+        outcome = mixed_traffic.run(server, some, MIXED_TRAFFIC_S)
+        assert outcome.answered > 10 and outcome.hung_up > 0
+        assert outcome.wrong == []
+        assert "KV cache pool is full. Retract requests." in server.log()
+        assert server.load()["num_used_tokens"] == before
+        cache = table_cache(server)
+        assert cache["hits"] > 0 and cache["evictions"] > 0
+        assert cache["tables"] == cache["used_bytes"] == 0
