@@ -133,17 +133,33 @@ def measure(options: argparse.Namespace, mode: str, tokenizer: Any) -> list[dict
     return client.requests
 
 
-def summarise(requests: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Tokens an iteration over the first 1, 2 and 4 iterations by kind, mean and standard error."""
+def rates(requests: list[dict[str, Any]], kind: str, n: int) -> list[float]:
+    """Each request's tokens an iteration over its first n, without the prefill's token."""
+    counts = [r["tokens_after_iteration"] for r in requests if r["kind"] == kind]
+    return [(of_one[n] - of_one[0]) / n for of_one in counts]
+
+
+def summarise(
+    requests: list[dict[str, Any]], baseline: list[dict[str, Any]] | None
+) -> dict[str, dict[str, float]]:
+    """By kind: means and standard errors, also of the differences from a baseline, request by
+    request."""
+
+    def put(row: dict[str, float], name: str, values: list[float]) -> None:
+        row[name] = statistics.mean(values)
+        row[f"{name}_stderr"] = statistics.stdev(values) / len(values) ** 0.5
+
     found = {}
     for kind in ("first", "turn", "question", "again"):
-        of_kind = [r["tokens_after_iteration"] for r in requests if r["kind"] == kind]
-        row: dict[str, float] = {"requests": len(of_kind)}
+        row: dict[str, float] = {}
         for n in ITERATIONS:
-            # The prefill's token is no iteration's.
-            values = [(counts[n] - counts[0]) / n for counts in of_kind]
-            row[f"first_{n}"] = statistics.mean(values)
-            row[f"first_{n}_stderr"] = statistics.stdev(values) / len(values) ** 0.5
+            values = rates(requests, kind, n)
+            row["requests"] = len(values)
+            put(row, f"first_{n}", values)
+            if baseline is not None:
+                others = rates(baseline, kind, n)
+                differences = [a - b for a, b in zip(values, others, strict=True)]
+                put(row, f"first_{n}_over_prompt", differences)
         found[kind] = row
     return found
 
@@ -175,7 +191,8 @@ def main() -> None:
         "compared": modes,
         "same_answers": same["ids"],
         "same_cached_tokens": same["cached_tokens"],
-        "modes": {mode: summarise(runs[mode]) for mode in options.modes},
+        "modes": {mode: summarise(runs[mode], runs.get("prompt")) for mode in options.modes},
+        "requests": runs,
     }
     write_report(report, options.out)
     print(f"answers alike: {same['ids']}; cached_tokens alike: {same['cached_tokens']}")
