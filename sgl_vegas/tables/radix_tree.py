@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 class _KeepsTables:
     """Mixed into the class of a tree of SGLang's that is Python."""
 
+    __slots__ = ()  # an object can only become one of a class with its own layout
+
     _vegas_store: Callable[[Any, Any, int, int], None]
     _vegas_inserted: tuple[Any, int] | None = None
 
@@ -66,6 +68,6 @@ def keep_tables(tree: BasePrefixCache, tables: PrefixTables, config: VegasConfig
         tables.store(node, row, length, config.budget(length + config.num_draft_tokens))
 
     cls = type(tree)
-    tree.__class__ = type(f"Vegas{cls.__name__}", (_KeepsTables, cls), {})
+    tree.__class__ = type(f"Vegas{cls.__name__}", (_KeepsTables, cls), {"__slots__": ()})
     tree._vegas_store = store  # pyright: ignore[reportAttributeAccessIssue]
     return True
