@@ -13,31 +13,39 @@ from sgl_vegas.tables.prefix_tables import PrefixTables
 logger = logging.getLogger(__name__)
 
 
-class _KeepsTables:
-    """Mixed into the class of a tree of SGLang's that is Python."""
+Store = Callable[[Any, Any, int, int], None]
 
-    __slots__ = ()  # an object can only become one of a class with its own layout
 
-    _vegas_store: Callable[[Any, Any, int, int], None]
-    _vegas_inserted: tuple[Any, int] | None = None
+def _keeping_class(cls: type, store: Store) -> type:
+    """A subclass of a tree's class that calls `store(request, node, row, length)` where the tree
+    caches KV."""
+    base: Any = cls
+    inserted: tuple[Any, int] | None = None
 
-    def insert(self, params: Any) -> Any:
-        result = super().insert(params)  # pyright: ignore[reportAttributeAccessIssue]
-        self._vegas_inserted = result.last_device_node, len(params.key)
+    def insert(self: Any, params: Any) -> Any:
+        nonlocal inserted
+        result = base.insert(self, params)
+        inserted = result.last_device_node, len(params.key)
         return result
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False, **kwargs: Any) -> None:
-        super().cache_unfinished_req(req, chunked=chunked, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    def cache_unfinished_req(self: Any, req: Any, chunked: bool = False, **kwargs: Any) -> None:
+        base.cache_unfinished_req(self, req, chunked=chunked, **kwargs)
         if not chunked:
-            self._vegas_store(req, req.last_node, req.req_pool_idx, req.cache_protected_len)
+            store(req, req.last_node, req.req_pool_idx, req.cache_protected_len)
 
-    def cache_finished_req(self, req: Any, is_insert: bool = True, **kwargs: Any) -> None:
+    def cache_finished_req(self: Any, req: Any, is_insert: bool = True, **kwargs: Any) -> None:
+        nonlocal inserted
         row, node, length = req.req_pool_idx, req.last_node, req.cache_protected_len
-        self._vegas_inserted = None
-        super().cache_finished_req(req, is_insert, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        inserted = None
+        base.cache_finished_req(self, req, is_insert, **kwargs)
         # Retracted requests leave the tree as it is: what they learnt about their prompt stays.
-        node, length = self._vegas_inserted or (node, length)
-        self._vegas_store(req, node, row, length)
+        node, length = inserted or (node, length)
+        store(req, node, row, length)
+
+    methods = (insert, cache_unfinished_req, cache_finished_req)
+    # No slots, so that an object of the class can become one of this.
+    namespace = {"__slots__": (), **{method.__name__: method for method in methods}}
+    return type(f"Vegas{cls.__name__}", (cls,), namespace)
 
 
 def warn_not_kept(why: str) -> None:
@@ -67,7 +75,5 @@ def keep_tables(tree: BasePrefixCache, tables: PrefixTables, config: VegasConfig
         # Under overlap the tables may be an iteration newer than what is cached.
         tables.store(node, row, length, config.budget(length + config.num_draft_tokens))
 
-    cls = type(tree)
-    tree.__class__ = type(f"Vegas{cls.__name__}", (_KeepsTables, cls), {"__slots__": ()})
-    tree._vegas_store = store  # pyright: ignore[reportAttributeAccessIssue]
+    tree.__class__ = _keeping_class(type(tree), store)
     return True
