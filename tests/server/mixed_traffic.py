@@ -24,7 +24,7 @@ from tests.server_process import Server
 # short contexts, and a table cache that overflows: 15 KB a page of SmolLM2's tables.
 FLAGS = (
     *("--speculative-num-steps", "4", "--vegas-speculate-above", "0"),
-    *("--max-total-tokens", "3600", "--schedule-conservativeness", "0.01"),
+    *("--max-total-tokens", "2000", "--schedule-conservativeness", "0.01"),
     *("--vegas-min-tokens", "64", "--vegas-table-cache-gb", "0.0004"),
 )
 CLIENTS = 6
@@ -70,7 +70,7 @@ def make_requests(tokenizer: Any, seed: int = 0) -> list[Request]:
         for _ in range(6):
             start = generator.randrange(1000, 2000)
             tail = ids[start : start + generator.choice([3, 20, 60])]
-            found.append(Request((*prefix, *tail), generator.choice([4, 16, 40, 120])))
+            found.append(Request((*prefix, *tail), generator.choice([4, 16, 40, 160])))
     return found
 
 
