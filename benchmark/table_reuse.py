@@ -183,7 +183,7 @@ def main() -> None:
     }
     report = {
         "device": device_name(),
-        "commit": commit(),
+        "commit": options.commit or commit(),
         "model": Path(options.model_path).name,
         "num_steps": options.num_steps,
         "sparsity_ratio": options.sparsity_ratio,

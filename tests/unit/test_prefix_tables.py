@@ -16,7 +16,9 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_vegas.tables.prefix_tables import PAGE_POSITIONS, PrefixTables
 from sgl_vegas.tables.request_tables import RequestTables
+from tests.server_process import has_cuda
 
+DEVICE = "cuda" if has_cuda() else "cpu"
 LAYERS, ROWS, WIDTH = 2, 4, 2 * PAGE_POSITIONS + 10
 FROM, TO = 1, 2  # rows that tables are stored from and taken into
 Prefix = tuple[str | None, tuple[int, ...]]
@@ -31,7 +33,7 @@ class World:
         self.random = random.Random(seed)
         allocator: Any = SimpleNamespace(device="cpu", free_segment=lambda *a, **k: None)
         self.tree = RadixCache.create_simulated(mock_allocator=allocator)
-        self.tables = RequestTables(LAYERS, ROWS, WIDTH, "cpu")
+        self.tables = RequestTables(LAYERS, ROWS, WIDTH, DEVICE)
         self.store = PrefixTables(self.tables, num_pages)
         self.model: dict[Prefix, Table] = {}
 
@@ -81,7 +83,7 @@ class World:
         self, extra: str | None, tokens: list[int], min_base: int = 0
     ) -> tuple[bool, int, Table]:
         node, length = self.match(extra, tokens)
-        self.tables.drop(torch.tensor([TO]))
+        self.tables.drop(torch.tensor([TO], device=DEVICE))
         found = self.store.take(node, TO, length, min_base)
         count = int(self.tables.counts[TO])
         positions = self.tables.positions[:, TO, :count].tolist()
@@ -211,7 +213,7 @@ def test_nothing_is_kept_for_the_root() -> None:
 
 def test_events_are_told() -> None:
     told: list[str] = []
-    tables = RequestTables(LAYERS, ROWS, WIDTH, "cpu")
+    tables = RequestTables(LAYERS, ROWS, WIDTH, DEVICE)
     world = World(num_pages=1, seed=5)
     world.tables, world.store = tables, PrefixTables(tables, 1, told.append)
     world.take(None, [5])
