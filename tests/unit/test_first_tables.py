@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ class World:
         self.prefixes = PrefixTables(self.tables, 8)
         self.first = FirstTables(self.config, self.tables, self.prefixes)
         self.first.connected = keep_tables(self.tree, self.prefixes, self.config)
-        key = RadixKey(list(range(PREFIX)), None)
+        key = RadixKey(array("q", range(PREFIX)), None)
         inserted = self.tree.insert(InsertParams(key=key, value=torch.arange(PREFIX)))
         self.node = inserted.last_device_node
         for layer in range(LAYERS):
