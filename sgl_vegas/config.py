@@ -185,8 +185,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             type=str,
             choices=field.metadata["choices"],
             default=None,
+            # argparse reads % in a help text as a format.
             help=f"{field.metadata['help']} Default: {field.default}. "
-            f"Environment: {env_name(field.name)}.",
+            f"Environment: {env_name(field.name)}.".replace("%", "%%"),
         )
 
 

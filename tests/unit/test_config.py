@@ -12,7 +12,7 @@ from sgl_vegas.config import VegasConfig, add_flags, env_name, export_flags, fla
 
 SETTINGS = (
     *("sparsity_ratio", "min_tokens", "max_tokens", "policy", "score_mode"),
-    *("first_table", "table_cache_gb"),
+    *("speculate_above", "first_table", "table_cache_gb"),
 )
 FLAGS = tuple(f"--vegas-{name.replace('_', '-')}" for name in SETTINGS)
 
@@ -138,11 +138,11 @@ def test_given_flags_go_to_the_environment_and_others_do_not() -> None:
 @pytest.mark.usefixtures("clean_env")
 def test_every_flag_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_VEGAS_MIN_TOKENS", "7")  # a flag wins over the environment
-    values = ("0.5", "16", "none", "package.module:Class", "logit")
+    values = ("0.5", "16", "none", "package.module:Class", "logit", "100", "prompt", "0.25")
     line = [text for pair in zip(FLAGS, values, strict=True) for text in pair]
     export_flags(parser().parse_args(line))
     assert VegasConfig.from_env(num_steps=3) == VegasConfig(
-        3, 0.5, 16, None, "package.module:Class", "logit"
+        3, 0.5, 16, None, "package.module:Class", "logit", 100, "prompt", 0.25
     )
 
 
@@ -156,14 +156,14 @@ def test_a_namespace_without_our_flags_exports_nothing() -> None:
 def test_help_tells_each_flags_default_and_variable() -> None:
     text = " ".join(parser().format_help().split())
     assert "--speculative-algorithm VEGAS" in text
-    for name, flag, default in zip(
-        SETTINGS, FLAGS, ("0.07", "256", "None", "vegas", "weight"), strict=True
-    ):
+    defaults = ("0.07", "256", "None", "vegas", "weight", "None", "cached", "None")
+    for name, flag, default in zip(SETTINGS, FLAGS, defaults, strict=True):
         assert flag_name(name) == flag
         assert flag in text
         assert env_name(name) == f"SGLANG_VEGAS_{name.upper()}"
         assert f"Default: {default}. Environment: {env_name(name)}." in text
     assert "{weight,logit}" in text
+    assert "1% of the memory" in text
 
 
 def test_unknown_choices_are_refused_on_the_command_line() -> None:
