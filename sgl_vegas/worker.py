@@ -23,7 +23,7 @@ from sgl_vegas.logits import LogitsRules
 from sgl_vegas.model_check import attention_layers, kv_bytes_per_token
 from sgl_vegas.payoff import Payoff, measure_costs
 from sgl_vegas.sampling.penalties import PenaltyTracker
-from sgl_vegas.selection.policy import build_policy
+from sgl_vegas.selection.policy import Collected, build_policy
 from sgl_vegas.sglang_compat import (
     BasePrefixCache,
     BaseSpecWorker,
@@ -365,6 +365,9 @@ class VegasWorker(BaseSpecWorker):
                 result.logits_output,
                 rules.along(drafts.tokens),
             )
+            if self.policy.collects is Collected.LAST_ACCEPTED:
+                # Of the emitted tokens the last was not drafted.
+                self.backend.kernels.accepted(verified.accept_lens - 1)
         return candidates, verified, result
 
     def _plain_step(

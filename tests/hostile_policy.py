@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sgl_vegas.config import VegasConfig
-from sgl_vegas.selection.policy import SelectionPolicy
+from sgl_vegas.selection.policy import Collected, SelectionPolicy
 from sgl_vegas.selection.vegas import VegasPolicy
 
 KIND_FILE = "HOSTILE_TABLES_KIND_FILE"
@@ -18,7 +18,7 @@ KINDS = ("right", "random", "empty", "stale", "out of range")
 class HostilePolicy(SelectionPolicy):
     """What the file named by the environment says: read at a pass's first layer."""
 
-    needs_scores = True
+    collects = Collected.FIRST_AND_LAST
 
     def __init__(self, config: VegasConfig) -> None:
         super().__init__(config)

@@ -72,8 +72,8 @@ class CudaWorkspace:
 class CudaKernels:
     """Drafts and verify passes by CUDA kernels, which select too if the policy is `vegas`.
 
-    Other policies select in PyTorch, one request at a time, and can't be captured in a graph;
-    `dense` selects nothing.
+    Other policies select in PyTorch, one request at a time, and can't be captured in a graph; those
+    that select again at every draft step draft in PyTorch too. `dense` selects nothing.
     """
 
     name = "cuda"
@@ -99,13 +99,17 @@ class CudaKernels:
         no_rows = torch.zeros_like(tables.counts)
         self._no_tables = Tables(tables.positions, no_rows, no_rows)
         self._torch = None
-        if policy.makes_tables and self._scores is None:
+        self._reselects = policy.reselects
+        if (policy.makes_tables or policy.reselects) and self._scores is None:
             self._torch = TorchKernels(policy, tables, req_to_token, num_draft_tokens)
         self.capturable = self._torch is None
 
     def begin_draft(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
     ) -> None:
+        if self._torch is not None and self._reselects:
+            self._torch.begin_draft(rows, seq_lens, step, dense)
+            return
         self._draft_tables = self._no_tables if dense else self._tables
         self._decode.plan_sparse(seq_lens, rows, self._draft_tables, step)
 
@@ -118,6 +122,8 @@ class CudaKernels:
         v_cache: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
+        if self._torch is not None and self._reselects:
+            return self._torch.draft(layer, q, new_kv, k_cache, v_cache, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode.sparse(
             q,
@@ -173,10 +179,13 @@ class CudaKernels:
             if layer == self._last_layer:
                 torch.cuda.current_stream().wait_event(self._selected)
         elif self._torch is not None:
-            width = self._num_draft_tokens
-            picked = q.unflatten(0, (-1, width))[:, [0, -1]]
-            self._torch.select(layer, picked, k_cache, scale, num_verified=width)
+            queries = q.unflatten(0, (-1, self._num_draft_tokens))
+            self._torch.select_verified(layer, queries, k_cache, scale)
         return out
+
+    def accepted(self, num_correct_drafts: torch.Tensor) -> None:
+        assert self._torch is not None, "no such policy selects in kernels"
+        self._torch.accepted(num_correct_drafts)
 
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._rows, self._seq_lens = rows, seq_lens

@@ -61,6 +61,11 @@ class AttentionKernels(Protocol):
         Returns q's shape and dtype."""
         ...
 
+    def accepted(self, num_correct_drafts: torch.Tensor) -> None:
+        """Called after a verify pass whose policy collects the last accepted query:
+        (batch_size,) int64, how many drafts of each request were accepted."""
+        ...
+
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """`seq_lens`: KV lengths after the prefill."""
         ...

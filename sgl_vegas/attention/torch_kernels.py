@@ -6,7 +6,7 @@ import torch
 
 from sgl_vegas.attention.kernels import NewKV
 from sgl_vegas.attention.torch_reference import query_scores, sparse_decode, verify_attention
-from sgl_vegas.selection.policy import SelectionPolicy
+from sgl_vegas.selection.policy import Collected, SelectionPolicy
 from sgl_vegas.tables.request_tables import RequestTables
 
 
@@ -34,11 +34,17 @@ class TorchKernels:
         self._tables = tables
         self._req_to_token = req_to_token
         self._num_draft_tokens = num_draft_tokens
+        # By layer, of a pass whose accepted counts aren't known yet: queries, keys, scale.
+        self._undecided: dict[int, tuple[torch.Tensor, torch.Tensor, float]] = {}
 
     def begin_draft(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
     ) -> None:
         self._begin(rows, seq_lens)
+        self._step = step
+        self._reselects = self._policy.reselects and not dense
+        if self._reselects and step == 0:
+            self._held: dict[tuple[int, int], torch.Tensor] = {}
         num_layers = self._tables.positions.shape[0]
         self._draft_slots = []
         for row, seq_len in zip(self._rows, self._seq_lens, strict=True):
@@ -61,7 +67,35 @@ class TorchKernels:
     ) -> torch.Tensor:
         slots = [of_all_layers[layer] for of_all_layers in self._draft_slots]
         self._write([of_request[-1:] for of_request in slots], new_kv, k_cache, v_cache)
+        if self._reselects:
+            slots = [
+                self._reselected(layer, i, row, q[i], k_cache, scale)
+                for i, row in enumerate(self._rows)
+            ]
         return sparse_decode(q, k_cache, v_cache, slots, scale)
+
+    def _reselected(
+        self, layer: int, index: int, row: int, q: torch.Tensor, k_cache: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Slots of what the policy selects at this step and of the recent tokens: (n,) for all KV
+        heads or (n, num_kv_heads)."""
+        seq_len, table = self._seq_lens[index], None
+        base = seq_len
+        if self._policy.makes_tables:
+            base = min(int(self._tables.bases[row]), seq_len)
+            table = self._tables.positions[layer, row, : int(self._tables.counts[row])].long()
+        of_row = self._req_to_token[row]
+        recent = of_row[base : seq_len + self._step + 1]
+        if base == 0:
+            return recent
+        keys = k_cache[of_row[:base].long()]
+        selected = self._policy.select_step(layer, self._step, q, keys, table, scale)
+        if selected is not None:
+            self._held[layer, row] = selected
+        chosen = of_row[self._held[layer, row].long()].movedim(-1, 0)
+        if chosen.dim() == 2:
+            recent = recent[:, None].expand(-1, chosen.shape[1])
+        return torch.cat([chosen, recent])
 
     def begin_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._begin(rows, seq_lens)
@@ -85,8 +119,27 @@ class TorchKernels:
         self._write([of_request[-width:] for of_request in slots], new_kv, k_cache, v_cache)
         for i, used in enumerate(slots):
             outputs.append(verify_attention(queries[i], k_cache[used], v_cache[used], scale))
-        self.select(layer, queries[:, [0, -1]], k_cache, scale, num_verified=width)
+        self.select_verified(layer, queries, k_cache, scale)
         return torch.cat(outputs)
+
+    def select_verified(
+        self, layer: int, queries: torch.Tensor, k_cache: torch.Tensor, scale: float
+    ) -> None:
+        """Make one layer's tables from a verify pass's queries, (batch_size, num_draft_tokens,
+        num_heads, head_dim), or keep them until it is known which one counts."""
+        width = self._num_draft_tokens
+        if self._policy.collects is Collected.LAST_ACCEPTED:
+            self._undecided[layer] = (queries, k_cache, scale)
+            return
+        picked = list(range(width)) if self._policy.collects is Collected.ALL else [0, width - 1]
+        self._select(layer, queries[:, picked], [picked] * len(queries), k_cache, scale, width)
+
+    def accepted(self, num_correct_drafts: torch.Tensor) -> None:
+        last = [[count] for count in num_correct_drafts.tolist()]
+        for layer, (queries, k_cache, scale) in self._undecided.items():
+            picked = torch.stack([queries[i, of_request] for i, of_request in enumerate(last)])
+            self._select(layer, picked, last, k_cache, scale, self._num_draft_tokens)
+        self._undecided.clear()
 
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._begin(rows, seq_lens)
@@ -100,12 +153,15 @@ class TorchKernels:
         v_cache: torch.Tensor,
         scale: float,
     ) -> None:
-        self.select(layer, last_queries.unsqueeze(1), k_cache, scale, num_verified=0)
+        # The prompt's last token is the one before the first that could be verified.
+        picked = [[-1]] * len(last_queries)
+        self._select(layer, last_queries.unsqueeze(1), picked, k_cache, scale, num_verified=0)
 
-    def select(
+    def _select(
         self,
         layer: int,
         queries: torch.Tensor,
+        picked: list[list[int]],
         k_cache: torch.Tensor,
         scale: float,
         num_verified: int,
@@ -113,8 +169,8 @@ class TorchKernels:
         """Make one layer's tables.
 
         Args:
-            queries: (batch_size, num_queries, num_heads, head_dim): the prompt's last query after
-                a prefill, the first and the last of a verify pass.
+            queries: (batch_size, num_queries, num_heads, head_dim), those collected.
+            picked: of each request, their places behind seq_len.
             num_verified: tokens that the pass adds behind seq_lens; 0 for a prefill.
         """
         if not self._policy.makes_tables:
@@ -122,13 +178,9 @@ class TorchKernels:
         for i, (row, seq_len) in enumerate(zip(self._rows, self._seq_lens, strict=True)):
             scores = None
             if self._policy.needs_scores and self._policy.config.budget(seq_len) < seq_len:
-                visible = (
-                    torch.tensor([seq_len + 1, seq_len + num_verified])
-                    if num_verified
-                    else torch.tensor([seq_len])
-                )
                 slots = self._req_to_token[row, : seq_len + num_verified]
-                scores = query_scores(queries[i], k_cache[slots], visible.to(slots.device), scale)
+                visible = torch.tensor(picked[i], device=slots.device) + seq_len + 1
+                scores = query_scores(queries[i], k_cache[slots], visible, scale)
             positions = self._policy.select(layer, scores, seq_len, queries.device)
             self._tables.put(layer, row, seq_len, positions)
 

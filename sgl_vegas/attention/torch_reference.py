@@ -88,13 +88,17 @@ def sparse_decode(
     Args:
         q: (batch_size, num_heads, head_dim).
         k_cache, v_cache: (num_slots, num_kv_heads, head_dim).
-        slots: of each request (n,) integer, n > 0.
+        slots: of each request (n,) integer, n > 0, or (n, num_kv_heads) where each KV head has
+            slots of its own.
 
     Returns:
         (batch_size, num_heads, head_dim), q's dtype.
     """
-    outputs = [
-        verify_attention(q[row : row + 1], k_cache[listed], v_cache[listed], scale)
-        for row, listed in enumerate(slots)
-    ]
+    heads = torch.arange(k_cache.shape[1], device=q.device)
+    outputs = []
+    for row, listed in enumerate(slots):
+        entries = listed if listed.dim() == 1 else (listed, heads)
+        outputs.append(
+            verify_attention(q[row : row + 1], k_cache[entries], v_cache[entries], scale)
+        )
     return torch.cat(outputs)

@@ -6,43 +6,97 @@ cost or gain acceptance and nothing else: verification attends to everything.
 
 from __future__ import annotations
 
+import enum
 import importlib
-from abc import ABC, abstractmethod
 
 import torch
 
 from sgl_vegas.config import VegasConfig
 
 
-class SelectionPolicy(ABC):
-    """Chooses positions for one request and one attention layer after a prefill or verify pass."""
+class Collected(enum.Enum):
+    """Which queries of a verify pass a policy has scores of; after a prefill, the prompt's last."""
 
-    #: Whether `select` reads the scores of the pass; without, none are collected.
-    needs_scores: bool = False
-    #: Whether the policy makes tables at all; without, drafts attend to everything.
+    NOTHING = enum.auto()
+    FIRST_AND_LAST = enum.auto()
+    ALL = enum.auto()
+    LAST_ACCEPTED = enum.auto()
+
+
+class SelectionPolicy:
+    """Chooses positions for one request and one attention layer.
+
+    A table is made after a prefill or verify pass (`select`) and held for the drafts that follow;
+    a policy that `reselects` is asked at every draft step too (`select_step`).
+    """
+
+    #: Whose scores `select` reads.
+    collects: Collected = Collected.NOTHING
+    #: Whether the policy makes tables; without, and without `reselects`, drafts attend to
+    #: everything.
     makes_tables: bool = True
+    #: Whether `select_step` is asked at every draft step. Not for CUDA graphs.
+    reselects: bool = False
 
     def __init__(self, config: VegasConfig) -> None:
+        for wanted, method in ((self.makes_tables, "select"), (self.reselects, "select_step")):
+            if wanted and getattr(type(self), method) is getattr(SelectionPolicy, method):
+                raise TypeError(f"{type(self).__name__} lacks {method}()")
         self.config = config
 
-    @abstractmethod
+    @property
+    def needs_scores(self) -> bool:
+        return self.collects is not Collected.NOTHING
+
+    def extra_reads(self, seq_len: int) -> float:
+        """What a draft step reads to choose, in KV entries, beside those that it attends to; the
+        mean over an iteration's steps."""
+        return 0.0
+
     def select(
         self, layer: int, scores: torch.Tensor | None, seq_len: int, device: torch.device
     ) -> torch.Tensor:
-        """Select positions in `[0, seq_len)`.
+        """Select positions in `[0, seq_len)`; called if the policy `makes_tables`.
 
         Args:
             layer: index of the attention layer.
             scores: (num_queries, num_heads, seq_len + t) float32, scaled pre-softmax logits of the
                 collected queries over every KV entry, `-inf` where a query may not look. One query
-                after prefill (t = 0), two after verify (t = num_draft_tokens). None unless
-                `needs_scores`, and where the whole context is within the budget.
+                after prefill (t = 0); after verify, t = num_draft_tokens. None if the policy
+                collects nothing, and where the whole context is within the budget.
             seq_len: number of positions to choose from: those before the first verified token.
             device: where the result must lie.
 
         Returns:
             (k,) integer tensor of positions in any order, k the same for every layer of a request.
         """
+        raise NotImplementedError
+
+    def select_step(
+        self,
+        layer: int,
+        step: int,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        table: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor | None:
+        """Select again in mid-draft, by the step's own query; called if the policy `reselects`.
+
+        Args:
+            layer: index of the attention layer.
+            step: of the draft, from 0.
+            q: (num_heads, head_dim), the step's query.
+            keys: (seq_len, num_kv_heads, head_dim), those of the positions to choose from. What the
+                policy looks at of them is for `extra_reads` to say.
+            table: (n,) int64, what `select` chose; None if the policy makes no tables.
+            scale: factor of the logits.
+
+        Returns:
+            Positions in `[0, seq_len)`: (k,) integer for all KV heads, or (num_kv_heads, k) for
+            each. None to attend to what the step before did; not at step 0.
+        """
+        raise NotImplementedError
 
 
 def build_policy(config: VegasConfig) -> SelectionPolicy:
@@ -51,13 +105,21 @@ def build_policy(config: VegasConfig) -> SelectionPolicy:
     Raises:
         ValueError: for an unknown name or a class that is no SelectionPolicy.
     """
+    from sgl_vegas.selection.all_queries import AllQueriesPolicy
     from sgl_vegas.selection.dense import DensePolicy
+    from sgl_vegas.selection.last_accepted import LastAcceptedPolicy
+    from sgl_vegas.selection.oracle import OraclePolicy
+    from sgl_vegas.selection.quest import QuestPolicy
     from sgl_vegas.selection.streaming import StreamingPolicy
     from sgl_vegas.selection.vegas import VegasPolicy
 
     shipped: dict[str, type[SelectionPolicy]] = {
         "vegas": VegasPolicy,
         "streaming": StreamingPolicy,
+        "quest": QuestPolicy,
+        "last-accepted": LastAcceptedPolicy,
+        "all-queries": AllQueriesPolicy,
+        "oracle": OraclePolicy,
         "dense": DensePolicy,
     }
     if config.policy in shipped:

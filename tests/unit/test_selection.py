@@ -90,7 +90,7 @@ def test_vegas_never_selects_what_was_verified() -> None:
     assert int(got.max()) < 40
 
 
-@pytest.mark.parametrize("policy", ["vegas", "streaming", "dense"])
+@pytest.mark.parametrize("policy", ["vegas", "all-queries", "last-accepted", "streaming"])
 @pytest.mark.parametrize("seq_len", [1, 3, 255, 256])
 def test_contexts_within_the_budget_are_selected_whole(policy: str, seq_len: int) -> None:
     # The collector passes no scores for these.
@@ -98,10 +98,10 @@ def test_contexts_within_the_budget_are_selected_whole(policy: str, seq_len: int
     assert sorted(got.tolist()) == list(range(seq_len))
 
 
-def test_dense_selects_everything_and_asks_for_no_tables() -> None:
+def test_dense_asks_for_nothing() -> None:
     policy = build_policy(VegasConfig(policy="dense", min_tokens=1))
-    assert policy.select(0, None, 1000, CPU).tolist() == list(range(1000))
     assert not policy.makes_tables
+    assert not policy.reselects
     assert not policy.needs_scores
 
 

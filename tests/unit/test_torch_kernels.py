@@ -10,7 +10,7 @@ import torch
 
 from sgl_vegas.attention.torch_kernels import TorchKernels
 from sgl_vegas.config import VegasConfig
-from sgl_vegas.selection.policy import SelectionPolicy, build_policy
+from sgl_vegas.selection.policy import Collected, SelectionPolicy, build_policy
 from sgl_vegas.tables.request_tables import RequestTables
 
 NUM_LAYERS = 2
@@ -146,7 +146,7 @@ def test_layers_and_requests_are_not_mixed_up() -> None:
 
 def test_scores_are_collected_only_where_they_are_read() -> None:
     policy = Spy(CONFIG)
-    policy.needs_scores = True
+    policy.collects = Collected.FIRST_AND_LAST
     collect(policy, Pool(4, seed=2), 4)
     by_length = {seq_len: had for _, had, seq_len in policy.calls}
     assert by_length == {90: True, 33: True, 16: False, 200: True}
@@ -156,7 +156,7 @@ def test_scores_are_collected_only_where_they_are_read() -> None:
 def test_the_policy_sees_exact_scores(num_verified: int) -> None:
     """An entry too few or too many moves all weights of a query, but seldom their order."""
     pool, policy = Pool(num_verified, seed=4), Spy(CONFIG)
-    policy.needs_scores = True
+    policy.collects = Collected.FIRST_AND_LAST
     collect(policy, pool, num_verified)
     for (layer, _, seq_len), scores in zip(policy.calls, policy.scores, strict=True):
         if scores is None:
@@ -263,3 +263,148 @@ def test_a_prefill_forgets_the_rows_last_request() -> None:
     kernels.begin_prefill(torch.tensor(ROWS), torch.tensor(SEQ_LENS))
     assert not tables.counts.any()
     assert not tables.bases.any()
+
+
+def all_queries(pool: Pool, width: int) -> list[torch.Tensor]:
+    """Of each layer, (requests, width, heads, dim)."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (len(ROWS), width, HEADS, DIM)
+    return [torch.randn(shape, generator=generator) * 2 for _ in pool.queries]
+
+
+@pytest.mark.parametrize("policy", ["all-queries", "last-accepted"])
+def test_rivals_rank_by_queries_of_their_own(policy: str) -> None:
+    width, accepted = 5, [0, 4, 2, 3]
+    pool = Pool(width, seed=10)
+    queries = all_queries(pool, width)
+    tables = RequestTables(NUM_LAYERS, 6, 256, "cpu")
+    config = VegasConfig(4, 0.1, 16, policy=policy)
+    kernels = TorchKernels(build_policy(config), tables, pool.req_to_token, width)
+    kernels.begin_verify(torch.tensor(ROWS), torch.tensor(SEQ_LENS))
+    for layer, cache in enumerate(pool.caches):
+        kernels.verify(layer, queries[layer].flatten(0, 1), None, cache, cache, SCALE)
+    if policy == "last-accepted":
+        kernels.accepted(torch.tensor(accepted))
+    for i, (row, seq_len, budget) in enumerate(zip(ROWS, SEQ_LENS, BUDGETS, strict=True)):
+        counted = [accepted[i]] if policy == "last-accepted" else list(range(width))
+        assert tables.bases[row] == seq_len
+        for layer in range(NUM_LAYERS):
+            visible = [seq_len + place + 1 for place in counted]
+            of_request = queries[layer][i, counted]
+            weights = weights_of(of_request, pool.keys_of[layer][i], visible, seq_len)
+            expected = sorted(weights.topk(budget).indices.tolist())
+            got = tables.positions[layer, row, : tables.counts[row]]
+            assert sorted(got.tolist()) == expected
+
+
+def quest_positions(q: torch.Tensor, keys: torch.Tensor, kv_head: int, budget: int) -> set[int]:
+    """What Quest attends to, as its paper states it: a page's bound is, element by element, the
+    larger of the query times the page's minimum and maximum, summed up."""
+    whole = len(keys) // 16
+    bounds = []
+    for page in range(whole):
+        of_page = keys[page * 16 : page * 16 + 16, kv_head].double()
+        low, high = of_page.min(dim=0).values, of_page.max(dim=0).values
+        of_heads = [
+            sum(
+                max(float(x) * float(lo), float(x) * float(hi))
+                for x, lo, hi in zip(q[h].double(), low, high, strict=True)
+            )
+            for h in range(HEADS)
+            if h // (HEADS // KV_HEADS) == kv_head
+        ]
+        bounds.append(sum(of_heads) / len(of_heads))
+    tail = set(range(whole * 16, len(keys)))
+    wanted = max(budget - len(tail), 0) // 16
+    best = sorted(range(whole), key=lambda page: -bounds[page])[:wanted]
+    return tail | {page * 16 + i for page in best for i in range(16)}
+
+
+def oracle_positions(q: torch.Tensor, keys: torch.Tensor, kv_head: int, budget: int) -> set[int]:
+    """The entries of most weight for the query heads that share a KV head."""
+    weights = torch.zeros(len(keys), dtype=torch.float64)
+    for h in range(HEADS):
+        if h // (HEADS // KV_HEADS) == kv_head:
+            weights += torch.softmax(keys[:, kv_head].double() @ q[h].double() * SCALE, dim=0)
+    return set(weights.topk(budget).indices.tolist())
+
+
+@pytest.mark.parametrize(
+    ("policy", "positions_of"), [("quest", quest_positions), ("oracle", oracle_positions)]
+)
+def test_rivals_that_select_at_every_draft_step(policy: str, positions_of) -> None:
+    pool = Pool(8, seed=12)
+    tables = RequestTables(NUM_LAYERS, 6, 32, "cpu")
+    config = VegasConfig(sparsity_ratio=0.2, min_tokens=16, policy=policy)
+    kernels = TorchKernels(build_policy(config), tables, pool.req_to_token, 8)
+    generator = torch.Generator().manual_seed(13)
+    for step in (0, 1, 5):
+        kernels.begin_draft(torch.tensor(ROWS), torch.tensor(SEQ_LENS), step, dense=False)
+        queries = torch.randn(len(ROWS), HEADS, DIM, generator=generator) * 2
+        for layer, cache in enumerate(pool.caches):
+            got = kernels.draft(layer, queries, None, cache, cache, SCALE)
+            for i, seq_len in enumerate(SEQ_LENS):
+                keys = pool.keys_of[layer][i]
+                recent = set(range(seq_len, seq_len + step + 1))
+                for h in range(HEADS):
+                    kv_head = h // (HEADS // KV_HEADS)
+                    chosen = positions_of(
+                        queries[i], keys[:seq_len], kv_head, config.budget(seq_len)
+                    )
+                    k = keys[sorted(chosen | recent), kv_head].double()
+                    expected = torch.softmax(k @ queries[i, h].double() * SCALE, dim=0) @ k
+                    torch.testing.assert_close(got[i, h].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+class EveryOtherStep(SelectionPolicy):
+    """Attends to one entry of its table, another one at every second step."""
+
+    reselects = True
+
+    def select(
+        self, layer: int, scores: torch.Tensor | None, seq_len: int, device: torch.device
+    ) -> torch.Tensor:
+        return torch.arange(seq_len - 8, seq_len, device=device)
+
+    def select_step(self, layer, step, q, keys, table, scale) -> torch.Tensor | None:
+        if step % 2:
+            return None
+        assert table is not None
+        return table[step + layer : step + layer + 1]
+
+
+def test_a_policy_may_keep_what_it_selected() -> None:
+    pool = Pool(8, seed=14)
+    tables = RequestTables(NUM_LAYERS, 6, 32, "cpu")
+    kernels = TorchKernels(EveryOtherStep(CONFIG), tables, pool.req_to_token, 8)
+    rows, base = torch.tensor(ROWS), torch.tensor(SEQ_LENS)
+    kernels.begin_verify(rows, base)
+    for layer, cache in enumerate(pool.caches):
+        queries = torch.ones(len(ROWS) * 8, HEADS, DIM)
+        kernels.verify(layer, queries, None, cache, cache, SCALE)
+    generator = torch.Generator().manual_seed(15)
+    for step in range(4):
+        # Two tokens were committed since the tables were made.
+        kernels.begin_draft(rows, base + 2, step, dense=False)
+        queries = torch.randn(len(ROWS), HEADS, DIM, generator=generator)
+        for layer, cache in enumerate(pool.caches):
+            got = kernels.draft(layer, queries, None, cache, cache, SCALE)
+            for i, seq_len in enumerate(SEQ_LENS):
+                chosen = seq_len - 8 + step // 2 * 2 + layer
+                keys = pool.keys_of[layer][i][[chosen, *range(seq_len, seq_len + 3 + step)]]
+                expected = attention_of(queries[i], keys, keys)
+                torch.testing.assert_close(got[i].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_without_a_table_drafts_densely() -> None:
+    pool = Pool(8, seed=16)
+    tables = RequestTables(NUM_LAYERS, 6, 32, "cpu")
+    kernels = TorchKernels(EveryOtherStep(CONFIG), tables, pool.req_to_token, 8)
+    kernels.begin_draft(torch.tensor(ROWS), torch.tensor(SEQ_LENS), 0, dense=False)
+    queries = torch.randn(len(ROWS), HEADS, DIM, generator=torch.Generator().manual_seed(17))
+    got = kernels.draft(0, queries, None, pool.caches[0], pool.caches[0], SCALE)
+    for i, seq_len in enumerate(SEQ_LENS):
+        keys = pool.keys_of[0][i][: seq_len + 1]
+        torch.testing.assert_close(
+            got[i].double(), attention_of(queries[i], keys, keys), rtol=1e-4, atol=1e-5
+        )
