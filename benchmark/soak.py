@@ -52,7 +52,7 @@ def main() -> None:
         log_path=options.log_dir / "soak.log",
     ) as server:
         used_before = server.load()["num_used_tokens"]
-        outcome = mixed_traffic.run(server, some, options.minutes * 60, progress)
+        outcome = mixed_traffic.run(server, some, options.minutes * 60, progress=progress)
         used_after = server.load()["num_used_tokens"]
         cache = mixed_traffic.table_cache(server)
         retractions = server.log().count("KV cache pool is full. Retract requests.")

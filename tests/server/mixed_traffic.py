@@ -87,13 +87,16 @@ def run(
     server: Server,
     some: list[Request],
     seconds: float,
+    at_least: int = 0,
     progress: Callable[[Outcome, float], None] = lambda outcome, elapsed: None,
 ) -> Outcome:
-    """Send `some` in random order from several clients, with a flush now and then."""
+    """Send `some` in random order from several clients, with a flush now and then, for `seconds`
+    and until `at_least` are answered."""
     server.flush_cache()
     alone = {request: answer(server, request) for request in some}
     outcome, lock = Outcome(), threading.Lock()
-    end = time.monotonic() + seconds
+    start = time.monotonic()
+    end = start + seconds
 
     def client(number: int, until: float, seed: int) -> None:
         generator = random.Random(seed * CLIENTS + number)
@@ -117,8 +120,8 @@ def run(
         except BaseException as error:
             failures.append(error)
 
-    while (now := time.monotonic()) < end and not failures:
-        until = min(now + FLUSH_EVERY_S, end)
+    while not failures and ((now := time.monotonic()) < end or outcome.answered < at_least):
+        until = now + FLUSH_EVERY_S
         threads = [
             threading.Thread(target=guarded, args=(n, until, outcome.flushed))
             for n in range(CLIENTS)
@@ -130,7 +133,7 @@ def run(
         server.flush_cache()
         outcome.flushed += 1
         outcome.memory.append(resident_bytes(server))
-        progress(outcome, seconds - (end - time.monotonic()))
+        progress(outcome, time.monotonic() - start)
     if failures:
         raise failures[0]
     return outcome

@@ -18,7 +18,8 @@ from tests.server_process import Server, launch_server
 pytestmark = pytest.mark.server
 
 COUNTED = ("hits", "misses", "stores", "evictions")
-MIXED_TRAFFIC_S = 45.0
+MIXED_TRAFFIC_S = 30.0
+MIXED_TRAFFIC_ANSWERS = 40
 NOT_KEPT = "VEGAS keeps no tables in the prefix cache"
 
 
@@ -155,8 +156,8 @@ def test_mixed_traffic(
         log_path=tmp_path / "server.log",
     ) as server:
         before = server.load()["num_used_tokens"]
-        outcome = mixed_traffic.run(server, some, MIXED_TRAFFIC_S)
-        assert outcome.answered > 10 and outcome.hung_up > 0
+        outcome = mixed_traffic.run(server, some, MIXED_TRAFFIC_S, MIXED_TRAFFIC_ANSWERS)
+        assert outcome.hung_up > 0
         assert outcome.wrong == []
         assert "KV cache pool is full. Retract requests." in server.log()
         assert server.load()["num_used_tokens"] == before
