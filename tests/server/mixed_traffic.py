@@ -25,7 +25,7 @@ from tests.server_process import Server
 FLAGS = (
     *("--speculative-num-steps", "4", "--vegas-speculate-above", "0"),
     *("--max-total-tokens", "2000", "--schedule-conservativeness", "0.01"),
-    *("--vegas-min-tokens", "64", "--vegas-table-cache-gb", "0.0004"),
+    *("--vegas-min-tokens", "64", "--vegas-table-cache-gb", "0.00007"),
 )
 CLIENTS = 6
 HANG_UP_AFTER_S = 0.015
