@@ -55,7 +55,9 @@ class VegasConfig:
         "vegas",
         str,
         "What drafts attend to: 'vegas' (two verify queries), 'streaming' (sinks and window), "
-        "'dense' (everything), or 'package.module:Class' for a policy of your own.",
+        "'quest' (page bounds, at every draft step), 'last-accepted', 'all-queries' (verify "
+        "queries), 'oracle' (exact, for research), 'dense' (everything), or "
+        "'package.module:Class' for a policy of your own.",
     )
     score_mode: str = _setting(
         "weight",

@@ -5,14 +5,13 @@ Prose and code come from the standard library (PSF licence); logs and needles ar
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
+
+from sgl_vegas.lab.prompts import asked_ids, chat_ids, code, needle_ids, plain_ids, prose
 
 MEDIUM_TOKENS = 1000
 LONG_TOKENS = 4000
@@ -70,50 +69,23 @@ def acceptance_prompts(tokenizer: Any) -> list[Prompt]:
     ]
 
 
-def prose(topic: str) -> str:
-    """The Python manual from `topic` on, so that any length can be cut from its front."""
-    rest = (text for name, text in sorted(topics.items()) if name > topic)
-    return "\n\n".join([topics[topic], *rest])
-
-
-def code(module: str) -> str:
-    """Source of a pure-Python standard library module."""
-    return inspect.getsource(importlib.import_module(module))
-
-
 def needle_prompt(
     tokenizer: Any, name: str, depth: float, haystack: str, num_tokens: int
 ) -> Prompt:
-    """A fact at `depth` (0 to 1) of a long text, and a question for it at the end.
-
-    The fact is `NEEDLE`; a model that retrieves it answers with `NEEDLE_ANSWER`.
-    """
-    sentences = _cut(tokenizer, haystack, num_tokens - 120).split(". ")
-    sentences.insert(round(depth * len(sentences)), NEEDLE)
-    return Prompt(name, _chat(tokenizer, f"{'. '.join(sentences)}\n\n{_NEEDLE_QUESTION}"))
+    """A fact at `depth` (0 to 1) of a long text, and a question for it at the end."""
+    return Prompt(name, tuple(needle_ids(tokenizer, depth, haystack, num_tokens)))
 
 
 def _asked(tokenizer: Any, name: str, question: str, text: str, num_tokens: int) -> Prompt:
-    return Prompt(name, _chat(tokenizer, f"{question}\n\n{_cut(tokenizer, text, num_tokens - 60)}"))
+    return Prompt(name, tuple(asked_ids(tokenizer, question, text, num_tokens)))
 
 
 def _plain(tokenizer: Any, name: str, text: str, num_tokens: int) -> Prompt:
-    ids = tuple(tokenizer.encode(text)[:num_tokens])
-    if len(ids) < num_tokens:
-        raise ValueError(f"{name}: {len(ids)} tokens of text, wanted {num_tokens}.")
-    return Prompt(name, ids)
-
-
-def _cut(tokenizer: Any, text: str, num_tokens: int) -> str:
-    return tokenizer.decode(tokenizer.encode(text)[:num_tokens])
+    return Prompt(name, tuple(plain_ids(tokenizer, text, num_tokens)))
 
 
 def _chat(tokenizer: Any, question: str) -> tuple[int, ...]:
-    """The ids of a one-turn conversation, up to where the assistant answers."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-    )
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+    return tuple(chat_ids(tokenizer, [{"role": "user", "content": question}]))
 
 
 def _log_lines(count: int) -> Iterator[str]:
@@ -126,9 +98,6 @@ def _log_lines(count: int) -> Iterator[str]:
         yield f"12:{clock} GET /users/{user}/files status={status} bytes={size}"
 
 
-NEEDLE_ANSWER = "48213"
-NEEDLE = f"The access code of the northern archive is {NEEDLE_ANSWER}"
-_NEEDLE_QUESTION = "What is the access code of the northern archive? Answer in one sentence."
 _SUMMARISE = "Summarise the following text in a few paragraphs."
 _EXPLAIN = "Explain the most important ideas of the following text, with an example for each."
 

@@ -44,9 +44,10 @@ class QuestPolicy(SelectionPolicy):
         queries = q.float().view(num_kv_heads, -1, head_dim)
         # The larger of the two products: the maximum's where q is positive, else the minimum's.
         bounds = queries.clamp(min=0) @ high + queries.clamp(max=0) @ low
-        wanted = min(max(self.config.budget(kv_len) - rest, 0) // PAGE_SIZE, num_pages)
+        budget = self.config.budget(kv_len)
+        wanted = min(max(budget - rest, 0) // PAGE_SIZE, num_pages)
         chosen = bounds.mean(dim=1).topk(wanted, sorted=False).indices
         within = torch.arange(PAGE_SIZE, device=keys.device)
         positions = (chosen.unsqueeze(-1) * PAGE_SIZE + within).flatten(1)
-        tail = torch.arange(kv_len - rest, kv_len, device=keys.device)
+        tail = torch.arange(kv_len - min(rest, budget), kv_len, device=keys.device)
         return torch.cat([positions, tail.expand(num_kv_heads, -1)], dim=1)

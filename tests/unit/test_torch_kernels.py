@@ -314,7 +314,7 @@ def quest_positions(q: torch.Tensor, keys: torch.Tensor, kv_head: int, budget: i
             if h // (HEADS // KV_HEADS) == kv_head
         ]
         bounds.append(sum(of_heads) / len(of_heads))
-    tail = set(range(whole * 16, len(keys)))
+    tail = set(range(max(whole * 16, len(keys) - budget), len(keys)))
     wanted = max(budget - len(tail), 0) // 16
     best = sorted(range(whole), key=lambda page: -bounds[page])[:wanted]
     return tail | {page * 16 + i for page in best for i in range(16)}

@@ -1,0 +1,1 @@
+"""The policy laboratory: which drafting policy is best for a model and its prompts?"""

@@ -1,0 +1,166 @@
+"""Which drafting policy suits a model and its prompts?
+
+    python -m sgl_vegas.lab --model-path M [--prompts FILE_OR_FOLDER] [--out lab.json]
+
+drafts along the model's own answers with each policy, ratio and gamma, and compares tokens an
+iteration, acceptance by draft position, the share of attention weight that drafts see, and what a
+draft step reads. Needs no server; any Hugging Face model whose layers all have full attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from sgl_vegas import __version__
+from sgl_vegas.lab.experiment import Grid, run_grid
+from sgl_vegas.lab.model import LabModel
+from sgl_vegas.lab.plots import plot
+from sgl_vegas.lab.prompts import load_prompts, shipped_prompts
+from sgl_vegas.lab.report import table
+
+POLICIES = ("vegas", "streaming", "quest", "last-accepted", "all-queries", "oracle")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    try:
+        grid = _grid(options)
+        model = LabModel(options.model_path, options.device, getattr(torch, options.dtype))
+        prompts = _prompts(options, model, grid)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    report: dict[str, Any] = {
+        "model": Path(options.model_path).name,
+        "version": __version__,
+        "device": _device_name(options.device),
+        "dtype": options.dtype,
+        "top_p": grid.top_p,
+        "min_tokens": grid.min_tokens,
+        "seed": grid.seed,
+        "prompts": {name: len(ids) for name, ids in prompts},
+        "rows": [],
+    }
+    bar = Bar()
+    for row in run_grid(model, prompts, grid, bar.update):
+        report["rows"].append(row)
+    bar.close()
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"wrote {options.out}")
+    if options.plot is not None:
+        plot(report, options.plot)
+        print(f"wrote {options.plot}")
+    print(table(report["rows"], baseline=options.policies[0]))
+
+
+class Bar:
+    """A progress bar for whatever is being done; a new one for each label."""
+
+    def __init__(self) -> None:
+        self._label, self._bar = "", None
+
+    def update(self, label: str, done: int, total: int) -> None:
+        if label != self._label:
+            self.close()
+            self._label, self._bar = label, tqdm(total=total, desc=label)
+        assert self._bar is not None
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _grid(options: argparse.Namespace) -> Grid:
+    return Grid(
+        policies=tuple(options.policies),
+        ratios=tuple(options.ratios),
+        gammas=tuple(options.gammas),
+        temperatures=tuple(options.temperatures),
+        top_p=options.top_p,
+        min_tokens=options.min_tokens,
+        iterations=options.iterations,
+        coverage_every=options.coverage_every,
+        seed=options.seed,
+        batch_bytes=options.batch_gb * 1e9,
+    )
+
+
+def _prompts(options: argparse.Namespace, model: LabModel, grid: Grid) -> list:
+    """Raises:
+    ValueError: for a prompt that leaves no room for its answer.
+    """
+    if options.prompts is None:
+        prompts = shipped_prompts(model.tokenizer)
+    else:
+        prompts = load_prompts(options.prompts, model.tokenizer)
+    prompts = prompts[: options.max_prompts]
+    for name, ids in prompts:
+        if len(ids) + grid.num_new > model.context_len:
+            raise ValueError(
+                f"Prompt {name} has {len(ids)} tokens; with {grid.num_new} of answer it goes past "
+                f"the model's {model.context_len}. Fewer --iterations need shorter answers."
+            )
+    return prompts
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+
+
+def _parser() -> argparse.ArgumentParser:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_vegas.lab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model-path", required=True, help="folder or hub name of a Hugging Face model")
+    add(
+        "--prompts",
+        type=Path,
+        help="JSONL (prompt, messages or input_ids a line) or a folder of text files; without, "
+        "the shipped fifteen",
+    )
+    add("--max-prompts", type=int, help="take this many prompts from the front")
+    add(
+        *("--policies",),
+        nargs="+",
+        default=list(POLICIES),
+        help="as of --vegas-policy; the others are compared with the first",
+    )
+    add("--ratios", nargs="+", type=float, default=[0.03, 0.07, 0.15], help="sparsity ratios")
+    add("--gammas", nargs="+", type=int, default=[4, 7, 10], help="draft lengths")
+    add("--temperatures", nargs="+", type=float, default=[0.0, 0.6], help="0 is greedy")
+    add("--top-p", type=float, default=0.95, help="of sampling")
+    add("--min-tokens", type=int, default=1, help="least entries selected; the server's is 256")
+    add("--iterations", type=int, default=60, help="of each prompt in each cell")
+    add(
+        *("--coverage-every",),
+        type=int,
+        default=8,
+        help="iterations between two that measure the weight covered; 0 for never",
+    )
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if cuda else "cpu")
+    add(
+        *("--dtype",),
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16" if cuda else "float32",
+    )
+    add("--batch-gb", type=float, default=30.0 if cuda else 2.0, help="for what drafts attend to")
+    add("--out", type=Path, help="write JSON here")
+    add("--plot", type=Path, help="write a plot here (.svg, .png, .pdf)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The grid of a comparison: policies × ratios × gammas × temperatures over prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_vegas.config import VegasConfig
+from sgl_vegas.lab.lists import width_of
+from sgl_vegas.lab.model import LabModel
+from sgl_vegas.lab.report import row
+from sgl_vegas.lab.run import Lane, run_lanes
+from sgl_vegas.lab.sampling import Sampling
+from sgl_vegas.lab.text import Text, write_texts
+from sgl_vegas.selection.policy import build_policy
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Attributes:
+    policies: names as of `--vegas-policy`.
+    temperatures: 0 for greedy; `top_p` goes with the others.
+    iterations: of each prompt in each cell.
+    coverage_every: iterations between two that measure coverage, which reads all keys; 0: never.
+    batch_bytes: what the lists of lanes that run together may take.
+    """
+
+    policies: tuple[str, ...]
+    ratios: tuple[float, ...]
+    gammas: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    top_p: float = 0.95
+    min_tokens: int = 1
+    iterations: int = 60
+    coverage_every: int = 8
+    seed: int = 0
+    batch_bytes: float = 2e9
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of answer that the longest run may need."""
+        return self.iterations * (max(self.gammas) + 1) + 1
+
+
+def run_grid(
+    model: LabModel, prompts: list[tuple[str, list[int]]], grid: Grid, progress: Progress
+) -> Iterator[dict[str, Any]]:
+    """Yield a row (see `report.row`) a cell. `prompts` are (name, token ids)."""
+    for temperature in grid.temperatures:
+        sampling = Sampling(temperature, grid.top_p if temperature else 1.0)
+        texts = write_texts(model, prompts, grid.num_new, sampling, grid.seed, progress)
+        for gamma in grid.gammas:
+            cells = [
+                (policy, ratio, _lanes(texts, policy, ratio, gamma, grid.min_tokens))
+                for policy in grid.policies
+                for ratio in grid.ratios
+            ]
+            lanes = [lane for _, _, of_cell in cells for lane in of_cell]
+            groups = _batches(model, lanes, gamma, grid.batch_bytes)
+            for index, group in enumerate(groups):
+                label = f"T {temperature:g}, gamma {gamma}, batch {index + 1} of {len(groups)}"
+                run_lanes(
+                    model,
+                    group,
+                    gamma,
+                    grid.iterations,
+                    sampling,
+                    grid.seed,
+                    grid.coverage_every,
+                    lambda done, total, label=label: progress(label, done, total),
+                )
+            for policy, ratio, of_cell in cells:
+                yield row(policy, gamma, ratio, temperature, of_cell)
+
+
+def _lanes(
+    texts: Sequence[Text], policy: str, ratio: float, gamma: int, min_tokens: int
+) -> list[Lane]:
+    config = VegasConfig(
+        num_steps=gamma, sparsity_ratio=ratio, min_tokens=min_tokens, policy=policy
+    )
+    # A policy of its own for each text: one may keep state between its steps.
+    return [Lane(text, build_policy(dataclasses.replace(config))) for text in texts]
+
+
+def _batches(
+    model: LabModel, lanes: list[Lane], num_steps: int, batch_bytes: float
+) -> list[list[Lane]]:
+    """Lanes of like width together, since all lists of a batch are as wide as its widest."""
+    entry_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    groups: list[list[Lane]] = []
+    for lane in sorted(lanes, key=lambda lane: -width_of(lane, num_steps)):
+        widest = width_of(groups[-1][0], num_steps) if groups else math.inf
+        if not groups or (len(groups[-1]) + 1) * widest * entry_bytes > batch_bytes:
+            groups.append([])
+        groups[-1].append(lane)
+    return groups
