@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_vegas.attention.torch_reference import verify_attention
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.sampling import Sampling
-
-PREFILL_CHUNK = 1024
 
 
 @dataclass
@@ -80,19 +79,18 @@ def _prefilled(model: LabModel, name: str, ids: list[int], num_new: int, seed: i
     all_ids[:prompt_len] = torch.tensor(ids, device=device)
     last_queries: list[torch.Tensor] = []
     scales: set[float] = set()
-    logits = torch.empty(0)
-    for start in range(0, prompt_len, PREFILL_CHUNK):
-        end = min(start + PREFILL_CHUNK, prompt_len)
 
-        def attend(layer, q, k, v, scale, start=start, end=end) -> torch.Tensor:
-            keys[layer, start:end], values[layer, start:end] = k[0], v[0]
-            if end == prompt_len:
-                last_queries.append(q[0, -1])
-                scales.add(scale)
-            return verify_attention(q[0], keys[layer, :end], values[layer, :end], scale)[None]
+    def attend(layer, q, k, v, scale) -> torch.Tensor:
+        keys[layer, :prompt_len], values[layer, :prompt_len] = k[0], v[0]
+        last_queries.append(q[0, -1])
+        scales.add(scale)
+        output = scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+        )
+        return output.transpose(1, 2)
 
-        positions = torch.arange(start, end, device=device)
-        logits = model.forward(all_ids[None, start:end], positions[None], attend)
+    positions = torch.arange(prompt_len, device=device)
+    logits = model.forward(all_ids[None, :prompt_len], positions[None], attend)
     answer_logits = logits.new_zeros((num_new, logits.shape[-1]))
     answer_logits[0] = logits[0, -1]
     coins = torch.rand(num_new, generator=torch.Generator().manual_seed(seed)).to(device)
