@@ -60,8 +60,8 @@ def _prompt(record: Any, number: int, where: str, tokenizer: Any) -> tuple[str, 
         raise ValueError(f"{where}: not an object.")
     name = str(record.get("name", number))
     if isinstance(record.get("input_ids"), list):
-        ids = record["input_ids"]
-        if not all(isinstance(token, int) and 0 <= token < len(tokenizer) for token in ids):
+        ids, vocab_size = record["input_ids"], len(tokenizer)
+        if not all(isinstance(token, int) and 0 <= token < vocab_size for token in ids):
             raise ValueError(f"{where}: input_ids must be tokens of the model.")
     elif isinstance(record.get("messages"), list):
         ids = chat_ids(tokenizer, record["messages"])

@@ -82,7 +82,7 @@ def _prefilled(model: LabModel, name: str, ids: list[int], num_new: int, seed: i
 
     def attend(layer, q, k, v, scale) -> torch.Tensor:
         keys[layer, :prompt_len], values[layer, :prompt_len] = k[0], v[0]
-        last_queries.append(q[0, -1])
+        last_queries.append(q[0, -1].clone())  # not all of q kept alive
         scales.add(scale)
         output = scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
