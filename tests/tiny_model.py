@@ -69,12 +69,12 @@ def check_greedy(model: LlamaForCausalLM, ids: list[int], answer: list[int]) -> 
 
 
 @contextmanager
-def tiny_server(folder: Path) -> Iterator[Server]:
+def tiny_server(folder: Path, *flags: str) -> Iterator[Server]:
     """VEGAS over the model in `folder`."""
     with launch_server(
         folder,
         algorithm="VEGAS",
-        extra_args=TINY_FLAGS,
+        extra_args=(*TINY_FLAGS, *flags),
         # Its kernels are so small that a second thread only waits.
         env={"OMP_NUM_THREADS": "1"},
         log_path=folder / "server.log",

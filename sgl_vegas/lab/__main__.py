@@ -50,10 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     bar = Bar()
     for row in run_grid(model, prompts, grid, bar.update):
         report["rows"].append(row)
+        if options.out is not None:  # a run that is ended early leaves what it has
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
     bar.close()
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {options.out}")
     if options.plot is not None:
         plot(report, options.plot)
         print(f"wrote {options.plot}")
