@@ -40,8 +40,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmark.environment import add_common_flags, commit, write_report  # noqa: E402
-from benchmark.roofline import Hardware, ModelShape, floor, measure_hardware  # noqa: E402
+from benchmark.roofline import measure_hardware  # noqa: E402
 from sgl_vegas.timing import TIMING_FILE  # noqa: E402
+from sgl_vegas.tune.roofline import Hardware, ModelShape, floor  # noqa: E402
 from tests.server_process import (  # noqa: E402
     Server,
     ServerStartError,

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from sgl_vegas import __version__
 from sgl_vegas.lab.experiment import Grid, run_grid
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.plots import plot
+from sgl_vegas.lab.progress import Bar
 from sgl_vegas.lab.prompts import load_prompts, shipped_prompts
 from sgl_vegas.lab.report import table
 
@@ -57,24 +57,6 @@ def main(arguments: list[str] | None = None) -> None:
         plot(report, options.plot)
         print(f"wrote {options.plot}")
     print(table(report["rows"], baseline=options.policies[0]))
-
-
-class Bar:
-    """A progress bar for whatever is being done; a new one for each label."""
-
-    def __init__(self) -> None:
-        self._label, self._bar = "", None
-
-    def update(self, label: str, done: int, total: int) -> None:
-        if label != self._label:
-            self.close()
-            self._label, self._bar = label, tqdm(total=total, desc=label)
-        assert self._bar is not None
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _grid(options: argparse.Namespace) -> Grid:

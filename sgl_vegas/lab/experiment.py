@@ -52,30 +52,59 @@ def run_grid(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row (see `report.row`) a cell. `prompts` are (name, token ids)."""
     for temperature in grid.temperatures:
-        sampling = Sampling(temperature, grid.top_p if temperature else 1.0)
-        texts = write_texts(model, prompts, grid.num_new, sampling, grid.seed, progress)
+        texts = make_texts(model, prompts, grid, temperature, progress)
         for gamma in grid.gammas:
-            cells = [
-                (policy, ratio, _lanes(texts, policy, ratio, gamma, grid.min_tokens))
-                for policy in grid.policies
-                for ratio in grid.ratios
-            ]
-            lanes = [lane for _, _, of_cell in cells for lane in of_cell]
-            groups = _batches(model, lanes, gamma, grid.batch_bytes)
-            for index, group in enumerate(groups):
-                label = f"T {temperature:g}, gamma {gamma}, batch {index + 1} of {len(groups)}"
-                run_lanes(
-                    model,
-                    group,
-                    gamma,
-                    grid.iterations,
-                    sampling,
-                    grid.seed,
-                    grid.coverage_every,
-                    lambda done, total, label=label: progress(label, done, total),
-                )
-            for policy, ratio, of_cell in cells:
-                yield row(policy, gamma, ratio, temperature, of_cell)
+            yield from run_cells(model, texts, grid, temperature, gamma, grid.ratios, progress)
+
+
+def make_texts(
+    model: LabModel,
+    prompts: list[tuple[str, list[int]]],
+    grid: Grid,
+    temperature: float,
+    progress: Progress,
+) -> list[Text]:
+    """Texts long enough for every run of the grid."""
+    return write_texts(
+        model, prompts, grid.num_new, _sampling(grid, temperature), grid.seed, progress
+    )
+
+
+def run_cells(
+    model: LabModel,
+    texts: list[Text],
+    grid: Grid,
+    temperature: float,
+    gamma: int,
+    ratios: Sequence[float],
+    progress: Progress,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of each of the grid's policies at each of `ratios`."""
+    cells = [
+        (policy, ratio, _lanes(texts, policy, ratio, gamma, grid.min_tokens))
+        for policy in grid.policies
+        for ratio in ratios
+    ]
+    lanes = [lane for _, _, of_cell in cells for lane in of_cell]
+    groups = _batches(model, lanes, gamma, grid.batch_bytes)
+    for index, group in enumerate(groups):
+        label = f"T {temperature:g}, gamma {gamma}, batch {index + 1} of {len(groups)}"
+        run_lanes(
+            model,
+            group,
+            gamma,
+            grid.iterations,
+            _sampling(grid, temperature),
+            grid.seed,
+            grid.coverage_every,
+            lambda done, total, label=label: progress(label, done, total),
+        )
+    for policy, ratio, of_cell in cells:
+        yield row(policy, gamma, ratio, temperature, of_cell)
+
+
+def _sampling(grid: Grid, temperature: float) -> Sampling:
+    return Sampling(temperature, grid.top_p if temperature else 1.0)
 
 
 def _lanes(

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from benchmark import serving
-from benchmark.roofline import Hardware, ModelShape, floor
 from benchmark.serving import (
     BenchmarkError,
     Case,
@@ -32,6 +31,7 @@ from benchmark.serving import (
     table,
     tokens_per_iteration,
 )
+from sgl_vegas.tune.roofline import Hardware, ModelShape, floor
 
 H200 = Hardware(name="H200", copy_bandwidth=4.27e12, matrix_rate=790e12)
 STEP_S = 0.01
