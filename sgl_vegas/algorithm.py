@@ -92,7 +92,7 @@ class VegasSpecAlgo(CustomSpecAlgo):
             logger.warning("Grammar backend is set to llguidance: xgrammar needs a GPU.")
         disable_overlap_on_cpu(server_args)
         config = VegasConfig.from_env(server_args.speculative_num_steps)
-        if config.reuses_tables and server_args.radix_cache_backend is None:
+        if config.reuses_tables and server_args.radix_cache_backend in (None, PREFIX_CACHE):
             server_args.radix_cache_backend = PREFIX_CACHE
         elif config.reuses_tables:
             warn_not_kept(f"--radix-cache-backend {server_args.radix_cache_backend}")
@@ -168,6 +168,10 @@ _REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {
             a.speculative_accept_threshold_single != 1.0
             or a.speculative_accept_threshold_acc != 1.0
         )
+    ),
+    # A replay would score no prompt.
+    "--cuda-graph-backend-prefill full; leave it out": (
+        lambda a: a.cuda_graph_backend_prefill == "full"
     ),
     "--page-size other than 1": lambda a: a.page_size not in (None, 1),
     # Nothing stands in its way, but ranks must agree on every drawn token, and that is not shown.

@@ -96,6 +96,8 @@ class VegasWorker(BaseSpecWorker):
         self.workspace = None
         if self.device != "cpu":
             self.workspace = self._make_workspace()
+            if self.workspace.scores is not None:
+                self.tables.references = self.workspace.scores.score_ref.flatten(2)
         self.payoff = Payoff(self.config, costs=None)
         self.penalties = PenaltyTracker(self.vocab_size, self.device)
         self.timer = PhaseTimer.from_env()
@@ -131,9 +133,14 @@ class VegasWorker(BaseSpecWorker):
         if self.config.table_cache_gb is not None:
             budget = self.config.table_cache_gb * 1e9
         num_pages = int(budget) // PrefixTables.page_bytes(len(self.layers))
+        if num_pages == 0:
+            warn_not_kept(f"a budget of {int(budget)} bytes holds none")
+            return None
         counters = {}
         if args.enable_metrics:
-            counters = {"on_event": prometheus_counters(args.served_model_name)}
+            counters = {
+                "on_event": prometheus_counters(args.served_model_name, args.extra_metric_labels)
+            }
         prefixes = PrefixTables(self.tables, num_pages, **counters)
         logger.info(
             "VEGAS keeps tables of cached prefixes in %.3f GB, %d bytes per token that the KV pool "
@@ -288,11 +295,15 @@ class VegasWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         self.penalties.start(batch.reqs)
         scored = self.first_tables.before_prefill(batch)
-        self.backend.scored = to_device(scored, self.tables.counts.device)
-        result = self.target_worker.forward_batch_generation(
-            batch, capture_hidden_mode=CaptureHiddenMode.NULL
-        )
-        self.backend.scored = None
+        if len(scored) < len(batch.reqs):
+            self.backend.scored = to_device(scored, self.tables.counts.device)
+        try:
+            result = self.target_worker.forward_batch_generation(
+                batch, capture_hidden_mode=CaptureHiddenMode.NULL
+            )
+        finally:
+            self.backend.scored = None
+        self.first_tables.after_prefill(batch)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -313,6 +324,7 @@ class VegasWorker(BaseSpecWorker):
             self.timer.begin("speculate" if drafts_pay else "plain", len(batch.reqs))
         if drafts_pay:
             candidates, verified, result = self._speculate(batch, bonus_tokens, rules)
+            self.first_tables.verified(batch)
         else:
             candidates, verified, result = self._plain_step(batch, bonus_tokens, rules)
         new_seq_lens = batch.seq_lens + verified.accept_lens

@@ -14,12 +14,14 @@ MEANINGS = {
 }
 
 
-def prometheus_counters(model_name: str | None) -> Callable[[str], None]:
+def prometheus_counters(
+    model_name: str | None, extra_labels: dict[str, str] | None
+) -> Callable[[str], None]:
     """What counts an event of the table cache, by its name in EVENTS."""
     # SGLang sets the directory that processes share before this import may happen.
     from prometheus_client import Counter
 
-    labels = {"model_name": model_name or ""}
+    labels = {"model_name": model_name or "", **(extra_labels or {})}
     counters = {
         event: Counter(
             name=f"sglang:vegas_table_cache_{event}",

@@ -31,15 +31,33 @@ class FirstTables:
         Returns the indices of those that need the prompt's last query.
         """
         seq_lens: Any = batch.seq_lens_cpu
-        scored, dense = [], []
+        scored, unfinished = [], []
         for i, (req, seq_len) in enumerate(zip(batch.reqs, seq_lens.tolist(), strict=True)):
-            if req is batch.chunked_req or self._config.first_table == "none":
-                dense.append(req.req_pool_idx)  # in the middle of its prompt, or by choice
+            if req is batch.chunked_req:  # in the middle of its prompt
+                unfinished.append(req.req_pool_idx)
+                self._know(req, 0)
             elif not (self.connected and self._take(batch.tree_cache, req, seq_len)):
                 scored.append(i)
-        if dense:
-            self._tables.drop(to_device(dense, self._tables.counts.device))
+                self._know(req, seq_len)
+        if unfinished:
+            self._tables.drop(to_device(unfinished, self._tables.counts.device))
         return scored
+
+    def after_prefill(self, batch: ScheduleBatch) -> None:
+        if self._config.first_table == "none":
+            # Scored all the same: kernels measure the first verify pass's scores against those.
+            for req in batch.reqs:
+                self._know(req, 0)
+            self._tables.drop(batch.req_pool_indices)
+
+    def verified(self, batch: ScheduleBatch) -> None:
+        """Called for a verify pass, which makes tables of what is committed before it."""
+        for req in batch.reqs:
+            # Under overlap the output may be an iteration's tokens short.
+            self._know(req, len(req.origin_input_ids) + len(req.output_ids) - 1)
+
+    def _know(self, req: Any, base: int) -> None:
+        self._tables.known_bases[req.req_pool_idx] = base
 
     def _take(self, tree: Any, req: Any, seq_len: int) -> bool:
         budget = self._config.budget(seq_len)
@@ -49,5 +67,6 @@ class FirstTables:
         length = len(req.prefix_indices)
         if node is None:
             return False
-        # What follows the prefix is attended to as a whole, once: not more than tables hold.
-        return self.prefixes.take(node, req.req_pool_idx, length, seq_len - budget)
+        # What a table wasn't chosen from is attended to as a whole, once: not more than a table
+        # holds. Nor is a table worth much that was chosen for another text that far.
+        return self.prefixes.take(node, req.req_pool_idx, length, seq_len - budget, length + budget)

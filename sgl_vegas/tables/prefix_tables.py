@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from sgl_vegas.tables.request_tables import RequestTables
 
 PAGE_POSITIONS = 128
+MAX_CHILDREN = 16
 EVENTS = ("hits", "misses", "stores", "evictions")
 
 
@@ -21,13 +23,17 @@ class _Entry:
 
     Attributes:
         length: tokens of the prefix.
-        pages: (n,) int64.
+        known_base: what the host knows of `base`: it is no less.
+        pages: (n,) int64, those of the positions first.
+        num_table_pages: how many those are; references are in the others.
         count: () int32, positions of each layer.
         base: () int32, KV length that they were chosen at, `length` at most.
     """
 
     length: int
+    known_base: int
     pages: torch.Tensor
+    num_table_pages: int
     count: torch.Tensor
     base: torch.Tensor
 
@@ -94,16 +100,20 @@ class PrefixTables:
         return len(self._free)
 
     def store(self, node: Any, row: int, length: int, max_count: int) -> None:
-        """Keep the tables of request row `row` for the prefix that ends with `node`.
+        """Keep the tables of request row `row` for the prefix that ends with `node`; nothing if the
+        row has none.
 
         Args:
             length: tokens of the prefix that the request has too; positions from there on are
                 left out.
-            max_count: positions that the row's tables may have at most.
+            max_count: positions to keep at most.
         """
         length = min(length, _prefix_length(node))
-        wanted = -(-min(max_count, self._width) // PAGE_POSITIONS)
-        if length == 0 or not 0 < wanted <= self._pages.shape[1]:
+        known_base = min(self._tables.known_bases[row], length)
+        num_table_pages = -(-min(max_count, self._width) // PAGE_POSITIONS)
+        width = num_table_pages * PAGE_POSITIONS
+        wanted = num_table_pages + self._reference_pages
+        if known_base == 0 or not 0 < num_table_pages <= wanted <= self._pages.shape[1]:
             return
         self._entries.pop(node, None)
         while len(self._free) < wanted:
@@ -111,51 +121,71 @@ class PrefixTables:
             self._count("evictions")
         numbers = [self._free.pop() for _ in range(wanted)]
         positions, count = _cut(
-            self._tables.positions[:, row, : wanted * PAGE_POSITIONS],
-            self._tables.counts[row],
-            length,
+            self._tables.positions[:, row], self._tables.counts[row], length, width
         )
-        padding = wanted * PAGE_POSITIONS - positions.shape[1]
-        positions = torch.nn.functional.pad(positions, (0, padding))
+        payload = [_padded(positions, num_table_pages)]
+        if self._tables.references is not None:
+            references = self._tables.references[:, row].view(torch.int32)
+            payload.append(_padded(references, self._reference_pages))
         pages = to_device(numbers, self._pages.device)
-        self._pages[:, pages] = positions.unflatten(1, (wanted, PAGE_POSITIONS))
-        entry = _Entry(length, pages, count, self._tables.bases[row].clamp(max=length))
+        self._pages[:, pages] = torch.cat(payload, dim=1)
+        base = self._tables.bases[row].clamp(max=length)
+        entry = _Entry(length, known_base, pages, num_table_pages, count, base)
         weakref.finalize(entry, self._free.extend, numbers).atexit = False
         self._entries[node] = entry
         self._count("stores")
 
-    def take(self, node: Any, row: int, length: int, min_base: int) -> bool:
+    def take(
+        self, node: Any, row: int, length: int, min_base: int = 1, max_length: int | None = None
+    ) -> bool:
         """Give request row `row` the tables of the deepest prefix on the way to `node`.
 
         Args:
             length: tokens that the request shares with `node`'s prefix.
-            min_base: tokens that a prefix must have: drafts attend to all that come after it.
+            min_base: tokens that a table must at least have been chosen from: drafts attend to all
+                that come after those.
+            max_length: of prefixes; a longer one's table says less of what is shared with it.
 
         Returns whether there was one.
         """
-        entry = self._find(node, length, min_base) if length >= max(min_base, 1) else None
+        limit = max_length if max_length is not None else 1 << 62
+        entry = self._find(node, length, max(min_base, 1), limit)
         if entry is None:
             self._count("misses")
             return False
         self._count("hits")
-        positions, count = _cut(self._pages[:, entry.pages].flatten(1), entry.count, length)
-        width = min(positions.shape[1], self._width)
-        self._tables.positions[:, row, :width] = positions[:, :width]
+        pages = self._pages[:, entry.pages]
+        kept, n = pages[:, : entry.num_table_pages].flatten(1), entry.num_table_pages
+        positions, count = _cut(kept, entry.count, length, self._width)
+        self._tables.positions[:, row, : positions.shape[1]] = positions
         self._tables.counts[row] = count
         self._tables.bases[row] = entry.base.clamp(max=length)
+        self._tables.known_bases[row] = min(entry.known_base, length)
+        if self._tables.references is not None:
+            references = self._tables.references[:, row]
+            kept = pages[:, n:].flatten(1)[:, : references.shape[1]]
+            self._tables.references[:, row] = kept.view(torch.float32)
         return True
+
+    @property
+    def _reference_pages(self) -> int:
+        references = self._tables.references
+        return 0 if references is None else -(-references.shape[2] // PAGE_POSITIONS)
 
     def clear(self) -> None:
         self._entries.clear()
 
-    def _find(self, node: Any, length: int, min_base: int) -> _Entry | None:
+    def _find(self, node: Any, length: int, min_base: int, max_length: int) -> _Entry | None:
         # A node that a split has made has none yet, but its children's are right up to its end.
-        candidates = [node, *node.children.values()]
+        newest = itertools.islice(reversed(node.children.values()), MAX_CHILDREN)
+        candidates = [node, *newest]
         while (node := node.parent) is not None:
             candidates.append(node)
         for candidate in candidates:
             entry = self._entries.get(candidate)
-            if entry is not None and min(entry.length, length) >= min_base:
+            if entry is None or entry.length > max_length:
+                continue
+            if min(entry.known_base, length) >= min_base:
                 self._entries[candidate] = self._entries.pop(candidate)  # now the last used
                 return entry
         return None
@@ -179,12 +209,29 @@ def _prefix_length(node: Any) -> int:
     return length
 
 
+def _padded(columns: torch.Tensor, num_pages: int) -> torch.Tensor:
+    """(num_layers, n) as (num_layers, num_pages, PAGE_POSITIONS)."""
+    missing = num_pages * PAGE_POSITIONS - columns.shape[1]
+    padded = torch.nn.functional.pad(columns, (0, missing))
+    return padded.unflatten(1, (num_pages, PAGE_POSITIONS))
+
+
 def _cut(
-    positions: torch.Tensor, count: torch.Tensor, length: int
+    positions: torch.Tensor, count: torch.Tensor, length: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each layer's first `count` positions, (num_layers, n), those below `length` in front; and
-    how many every layer has of them."""
-    valid = torch.arange(positions.shape[1], device=positions.device) < count
+    """Of each layer's first `count` positions, (num_layers, n), those below `length`, as many as
+    every layer has and `width` allows: (num_layers, min(n, width)), and how many.
+
+    Layers that have more leave their first ones out: kernels write tables in order, so what is
+    nearest to the prefix's end stays.
+    """
+    num_layers, n = positions.shape
+    valid = torch.arange(n, device=positions.device) < count
     valid = valid & (positions < length)
-    order = torch.argsort(valid.to(torch.uint8), dim=1, descending=True, stable=True)
-    return positions.gather(1, order), valid.sum(dim=1).min().to(torch.int32)
+    ranks = valid.cumsum(dim=1)  # from 1
+    of_layer = ranks[:, -1:]
+    kept = of_layer.min().clamp(max=width)
+    places = ranks - 1 - (of_layer - kept)
+    places = torch.where(valid & (places >= 0), places, n)
+    found = positions.new_zeros((num_layers, n + 1)).scatter_(1, places, positions)
+    return found[:, : min(n, width)], kept.to(torch.int32)

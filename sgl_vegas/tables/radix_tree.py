@@ -20,12 +20,14 @@ def _keeping_class(cls: type, store: Store) -> type:
     """A subclass of a tree's class that calls `store(request, node, row, length)` where the tree
     caches KV."""
     base: Any = cls
-    inserted: tuple[Any, int] | None = None
+    # While a request's KV is cached, what is inserted: (node, length). Not longer: whoever holds a
+    # node keeps its table.
+    inserted: list[tuple[Any, int]] | None = None
 
     def insert(self: Any, params: Any) -> Any:
-        nonlocal inserted
         result = base.insert(self, params)
-        inserted = result.last_device_node, len(params.key)
+        if inserted is not None:
+            inserted.append((result.last_device_node, len(params.key)))
         return result
 
     def cache_unfinished_req(self: Any, req: Any, chunked: bool = False, **kwargs: Any) -> None:
@@ -35,11 +37,13 @@ def _keeping_class(cls: type, store: Store) -> type:
 
     def cache_finished_req(self: Any, req: Any, is_insert: bool = True, **kwargs: Any) -> None:
         nonlocal inserted
-        row, node, length = req.req_pool_idx, req.last_node, req.cache_protected_len
-        inserted = None
-        base.cache_finished_req(self, req, is_insert, **kwargs)
         # Retracted requests leave the tree as it is: what they learnt about their prompt stays.
-        node, length = inserted or (node, length)
+        row, inserted = req.req_pool_idx, [(req.last_node, req.cache_protected_len)]
+        try:
+            base.cache_finished_req(self, req, is_insert, **kwargs)
+            node, length = inserted[-1]
+        finally:
+            inserted = None
         store(req, node, row, length)
 
     methods = (insert, cache_unfinished_req, cache_finished_req)
@@ -69,8 +73,7 @@ def keep_tables(tree: BasePrefixCache, tables: PrefixTables, config: VegasConfig
 
     def store(req: Any, handle: Any, row: int, length: int) -> None:
         node = tree.resolve_node_handle(handle)
-        # Without output the prefill hasn't come to the end of the prompt, where tables are made.
-        if node is None or not req.output_ids or config.budget(length) >= length:
+        if node is None or config.budget(length) >= length:
             return
         # Under overlap the tables may be an iteration newer than what is cached.
         tables.store(node, row, length, config.budget(length + config.num_draft_tokens))

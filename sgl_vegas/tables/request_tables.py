@@ -17,6 +17,10 @@ class RequestTables:
         positions: (num_layers, num_rows, max_selected) int32, each in `[0, bases[row])`.
         counts: (num_rows,) int32.
         bases: (num_rows,) int32, KV length when the table was made.
+        known_bases: of each row, what the host knows of its base: it is no less; 0 also for no
+            table.
+        references: (num_layers, num_rows, n) float32, what the CUDA kernels measure a row's scores
+            against, so that it has to go wherever a table goes; None without them.
     """
 
     def __init__(
@@ -27,6 +31,8 @@ class RequestTables:
         )
         self.counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.bases = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.known_bases = [0] * num_rows
+        self.references: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -38,6 +44,7 @@ class RequestTables:
         self.positions[layer, row, :count] = positions[:count].to(torch.int32)
         self.counts[row] = count
         self.bases[row] = base
+        self.known_bases[row] = base
 
     def drop(self, rows: torch.Tensor) -> None:
         """Let `rows`, (n,) int64, draft densely."""
@@ -47,6 +54,7 @@ class RequestTables:
     def clear(self) -> None:
         self.counts.zero_()
         self.bases.zero_()
+        self.known_bases = [0] * len(self.known_bases)
 
     def draft_positions(self, row: int, seq_len: int) -> torch.Tensor:
         """What the draft at position `seq_len` attends to: (num_layers, n) int64, recent ones last.

@@ -109,7 +109,7 @@ class World:
 def cut(table: Table, length: int) -> Table:
     layers = [[p for p in positions if p < length] for positions in table[0]]
     count = min(map(len, layers))
-    return [positions[:count] for positions in layers], min(table[1], length)
+    return [positions[len(positions) - count :] for positions in layers], min(table[1], length)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -209,6 +209,54 @@ def test_nothing_is_kept_for_the_root() -> None:
     world.tables.put(0, FROM, 9, torch.tensor([1]))
     world.store.store(world.tree.root_node, FROM, 9, 3)
     assert world.store.num_tables == 0
+
+
+@pytest.mark.parametrize("size", [6, PAGE_POSITIONS, PAGE_POSITIONS + 4])
+def test_references_go_with_tables(size: int) -> None:
+    """What kernels measure a row's scores against is of use where the table is."""
+    world = World(num_pages=12, seed=6)
+    references = torch.randn(LAYERS, ROWS, size, device=DEVICE) * 1e3
+    world.tables.references = references.clone()
+    world.put(None, [1, 2, 3])
+    world.tables.references[:, FROM] = 0  # the next request's
+    found, _, table = world.take(None, [1, 2, 3])
+    assert found and table == world.model[None, (1, 2, 3)]
+    expected = references.clone()
+    expected[:, FROM] = 0
+    expected[:, TO] = references[:, FROM]
+    assert torch.equal(world.tables.references, expected)
+    # They count towards the budget.
+    assert world.store.num_free_pages == 12 - 1 - -(-size // PAGE_POSITIONS)
+
+
+def test_layers_keep_what_is_nearest_to_the_end() -> None:
+    world = World(num_pages=8, seed=7)
+    world.tables.put(0, FROM, 20, torch.tensor([1, 4, 7, 9]))
+    world.tables.put(1, FROM, 20, torch.tensor([2, 5, 15, 16]))
+    tokens = list(range(20))
+    world.store.store(world.insert(None, tokens), FROM, 20, 4)
+    assert world.take(None, tokens[:12])[2] == ([[7, 9], [2, 5]], 12)
+
+
+def test_no_wider_table_is_kept_than_asked() -> None:
+    """The place of a position in a row's table says nothing."""
+    world = World(num_pages=8, seed=8)
+    count = PAGE_POSITIONS + 40
+    for layer in range(LAYERS):
+        world.tables.put(layer, FROM, count, torch.arange(count).flip(0))
+    world.store.store(world.insert(None, [0] * 100), FROM, 100, 90)
+    expected = list(range(99, -1, -1))
+    assert world.take(None, [0] * 100)[2] == ([expected, expected], 100)
+
+
+def test_an_old_table_is_no_recent_one() -> None:
+    """However long the prefix is that it is kept with."""
+    world = World(num_pages=8, seed=9)
+    for layer in range(LAYERS):
+        world.tables.put(layer, FROM, 10, torch.tensor([1]))
+    world.store.store(world.insert(None, [0] * 50), FROM, 50, 1)
+    assert not world.take(None, [0] * 50, min_base=11)[0]
+    assert world.take(None, [0] * 50, min_base=10)[0]
 
 
 def test_events_are_told() -> None:

@@ -40,6 +40,7 @@ REFUSED = [
     ("speculative_accept_threshold_single", 0.9, "--speculative-accept-threshold-single"),
     ("speculative_accept_threshold_acc", 0.5, "--speculative-accept-threshold-single/-acc"),
     ("page_size", 16, "--page-size"),
+    ("cuda_graph_backend_prefill", "full", "--cuda-graph-backend-prefill"),
     ("enable_dp_attention", True, "--enable-dp-attention"),
     ("tp_size", 2, "--tp-size"),
     ("enable_streaming_session", True, "--enable-streaming-session"),
