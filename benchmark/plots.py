@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_vegas.lab.plots import pyplot
+
 COLOURS = {"plain": "#9a9a9a", "drafts": "#4c86c6", "verify": "#1f4e79", "gaps": "#e07b39"}
 WIDTH = 0.38
 
@@ -21,15 +23,8 @@ def plot(report: dict[str, Any], paths: Sequence[Path]) -> None:
     Raises:
         SystemExit: without matplotlib, with what to install.
     """
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]  # optional
-    except ImportError:
-        sys.exit("plots need matplotlib: pip install matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
     cases = [case for case in report["cases"] if case["iteration_ms"] or case["speedup"]]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     _draw_speedups(left, cases)
     _draw_iterations(right, cases, report["gamma"])
     simulated = ", accepted tokens simulated" if any(c["simulated"] for c in cases) else ""

@@ -22,7 +22,7 @@ from sgl_vegas.lab.experiment import Grid, run_grid
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.plots import plot
 from sgl_vegas.lab.progress import Bar
-from sgl_vegas.lab.prompts import load_prompts, shipped_prompts
+from sgl_vegas.lab.prompts import read_prompts
 from sgl_vegas.lab.report import table
 
 POLICIES = ("vegas", "streaming", "quest", "last-accepted", "all-queries", "oracle")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         grid = _grid(options)
         model = LabModel(options.model_path, options.device, getattr(torch, options.dtype))
-        prompts = _prompts(options, model, grid)
+        prompts = read_prompts(options.prompts, model.tokenizer, options.max_prompts)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     report: dict[str, Any] = {
@@ -48,11 +48,15 @@ def main(arguments: list[str] | None = None) -> None:
         "rows": [],
     }
     bar = Bar()
-    for row in run_grid(model, prompts, grid, bar.update):
-        report["rows"].append(row)
-        if options.out is not None:  # a run that is ended early leaves what it has
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-    bar.close()
+    try:
+        for row in run_grid(model, prompts, grid, bar.update):
+            report["rows"].append(row)
+            if options.out is not None:  # a run that is ended early leaves what it has
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    finally:
+        bar.close()
     if options.plot is not None:
         plot(report, options.plot)
         print(f"wrote {options.plot}")
@@ -72,24 +76,6 @@ def _grid(options: argparse.Namespace) -> Grid:
         seed=options.seed,
         batch_bytes=options.batch_gb * 1e9,
     )
-
-
-def _prompts(options: argparse.Namespace, model: LabModel, grid: Grid) -> list:
-    """Raises:
-    ValueError: for a prompt that leaves no room for its answer.
-    """
-    if options.prompts is None:
-        prompts = shipped_prompts(model.tokenizer)
-    else:
-        prompts = load_prompts(options.prompts, model.tokenizer)
-    prompts = prompts[: options.max_prompts]
-    for name, ids in prompts:
-        if len(ids) + grid.num_new > model.context_len:
-            raise ValueError(
-                f"Prompt {name} has {len(ids)} tokens; with {grid.num_new} of answer it goes past "
-                f"the model's {model.context_len}. Fewer --iterations need shorter answers."
-            )
-    return prompts
 
 
 def _device_name(device: str) -> str:

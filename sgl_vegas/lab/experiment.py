@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,17 @@ class Grid:
     seed: int = 0
     batch_bytes: float = 2e9
 
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: for a cell that no server could have, before hours are spent on the others.
+        """
+        if self.iterations < 1:
+            raise ValueError(f"--iterations must be at least 1, got {self.iterations}.")
+        for gamma, ratio, policy in itertools.product(self.gammas, self.ratios, self.policies):
+            build_policy(VegasConfig(gamma, ratio, self.min_tokens, policy=policy))
+        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
+            raise ValueError(f"temperatures must not be negative, got {self.temperatures}.")
+
     @property
     def num_new(self) -> int:
         """Tokens of answer that the longest run may need."""
@@ -64,7 +76,17 @@ def make_texts(
     temperature: float,
     progress: Progress,
 ) -> list[Text]:
-    """Texts long enough for every run of the grid."""
+    """Texts long enough for every run of the grid.
+
+    Raises:
+        ValueError: naming a prompt that leaves no room for its answer.
+    """
+    for name, ids in prompts:
+        if len(ids) + grid.num_new > model.context_len:
+            raise ValueError(
+                f"Prompt {name} has {len(ids)} tokens; with {grid.num_new} of answer it goes past "
+                f"the model's {model.context_len}. Fewer --iterations need shorter answers."
+            )
     return write_texts(
         model, prompts, grid.num_new, _sampling(grid, temperature), grid.seed, progress
     )

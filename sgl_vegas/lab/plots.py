@@ -11,10 +11,8 @@ from typing import Any
 MARKERS = "osD^vP*X<>"
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw a row a temperature: tokens an iteration by sparsity ratio, acceptance by draft
-    position (both at the middle gamma), tokens an iteration by gamma, and against the share of
-    attention weight that drafts see (as the paper's figures 4, 8 and 10, for this model).
+def pyplot() -> Any:
+    """matplotlib's, drawing to files.
 
     Raises:
         SystemExit: without matplotlib, with what to install.
@@ -26,9 +24,20 @@ def plot(report: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
+    return pyplot
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Draw a row a temperature: tokens an iteration by sparsity ratio, acceptance by draft
+    position (both at the middle gamma), tokens an iteration by gamma, and against the share of
+    attention weight that drafts see (as the paper's figures 4, 8 and 10, for this model).
+
+    Raises:
+        SystemExit: without matplotlib, with what to install.
+    """
     rows = report["rows"]
     temperatures = sorted({row["temperature"] for row in rows})
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         len(temperatures),
         4,
         figsize=(17, 3.8 * len(temperatures)),

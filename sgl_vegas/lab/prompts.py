@@ -23,6 +23,12 @@ NEEDLE = f"The access code of the northern archive is {NEEDLE_ANSWER}"
 NEEDLE_QUESTION = "What is the access code of the northern archive? Answer in one sentence."
 
 
+def read_prompts(path: Path | None, tokenizer: Any, most: int | None) -> Prompts:
+    """Those of `load_prompts`, or the shipped ones without a path; the first `most` of them."""
+    prompts = shipped_prompts(tokenizer) if path is None else load_prompts(path, tokenizer)
+    return prompts[:most]
+
+
 def load_prompts(path: Path, tokenizer: Any) -> Prompts:
     """Read (name, token ids) from a JSONL file or a folder of text files.
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from sgl_vegas.lab.experiment import Grid, Progress
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.progress import Bar
-from sgl_vegas.lab.prompts import Prompts, load_prompts, shipped_prompts
+from sgl_vegas.lab.prompts import read_prompts
 from sgl_vegas.tune.estimate import Estimate
 from sgl_vegas.tune.plots import plot
 from sgl_vegas.tune.roofline import PUBLISHED, ModelShape, named_hardware
@@ -106,7 +106,11 @@ def _measure(options: argparse.Namespace, progress: Progress) -> Estimate | Serv
         coverage_every=0,
     )
     if options.gpu is None and torch.cuda.is_available():
-        prompts = _prompts(options, AutoTokenizer.from_pretrained(options.model_path))
+        prompts = read_prompts(
+            options.prompts,
+            AutoTokenizer.from_pretrained(options.model_path),
+            options.max_prompts,
+        )
         return Served(
             options.model_path,
             prompts,
@@ -123,10 +127,7 @@ def _measure(options: argparse.Namespace, progress: Progress) -> Estimate | Serv
         ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     )
     model = LabModel(options.model_path, device, dtype)
-    prompts = _prompts(options, model.tokenizer)
-    for name, ids in prompts:
-        if len(ids) + grid.num_new > model.context_len:
-            raise ValueError(f"Prompt {name} leaves no room for {grid.num_new} tokens of answer.")
+    prompts = read_prompts(options.prompts, model.tokenizer, options.max_prompts)
     context = options.context or sum(len(ids) for _, ids in prompts) // len(prompts)
     return Estimate(
         model,
@@ -139,12 +140,6 @@ def _measure(options: argparse.Namespace, progress: Progress) -> Estimate | Serv
         context,
         progress,
     )
-
-
-def _prompts(options: argparse.Namespace, tokenizer: Any) -> Prompts:
-    if options.prompts is None:
-        return shipped_prompts(tokenizer)[: options.max_prompts]
-    return load_prompts(options.prompts, tokenizer)[: options.max_prompts]
 
 
 def _parser() -> argparse.ArgumentParser:

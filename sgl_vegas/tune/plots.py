@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sgl_vegas.lab.plots import pyplot
 from sgl_vegas.lab.report import mean_and_error
 from sgl_vegas.tune.steps import Step
 
@@ -15,18 +15,8 @@ def plot(steps: Sequence[Step], plain: float, how: str, path: Path) -> None:
 
     Args:
         plain: tokens a second without speculation, a line in the steps that choose by throughput.
-
-    Raises:
-        SystemExit: without matplotlib, with what to install.
     """
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]  # optional
-    except ImportError:
-        sys.exit("plots need matplotlib: pip install matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, axes = pyplot.subplots(1, len(steps), figsize=(13, 3.9), layout="constrained")
+    figure, axes = pyplot().subplots(1, len(steps), figsize=(13, 3.9), layout="constrained")
     for axis, step in zip(axes, steps, strict=True):
         by_gamma = len({point.gamma for point in step.points}) > 1
         points = sorted(step.points, key=lambda p: (p.gamma, p.ratio))

@@ -286,6 +286,27 @@ def test_the_shipped_set_has_three_prompts_of_each_kind() -> None:
     assert all(100 < len(ids) <= 500 for _, ids in prompts)
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--policies", "vegas", "vega"), "--vegas-policy must be one of"),
+        (("--ratios", "7"), "--vegas-sparsity-ratio"),
+        (("--gammas", "0"), "--speculative-num-steps"),
+        (("--iterations", "0"), "--iterations"),
+        (("--temperatures", "-1"), "temperatures"),
+        (("--iterations", "50"), "Prompt 1 has 240 tokens"),
+    ],
+)
+def test_what_cannot_run_is_refused_first(
+    flags: tuple[str, ...], reason: str, folder: Path, reference: Any, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "some.jsonl"
+    prompts.write_text(json.dumps({"input_ids": [1] * 240}))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match=reason):
+        patch.setattr("sgl_vegas.lab.model.AutoTokenizer.from_pretrained", lambda path: Words())
+        main(["--model-path", str(folder), "--prompts", str(prompts), "--device", "cpu", *flags])
+
+
 @pytest.mark.usefixtures("monkeypatch_module", "reference")
 def test_the_command_writes_rows_and_a_plot(folder: Path, tmp_path: Path, capsys) -> None:
     prompts = tmp_path / "some.jsonl"
