@@ -11,6 +11,7 @@ from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissing
     ScoreCollector,
 )
 
+from sgl_vegas.algorithm import PREFIX_CACHE
 from sgl_vegas.attention.backend import VegasAttentionBackend
 from sgl_vegas.attention.cuda_kernels import CudaKernels, CudaWorkspace
 from sgl_vegas.attention.kernels import AttentionKernels
@@ -98,6 +99,7 @@ class VegasWorker(BaseSpecWorker):
             self.workspace = self._make_workspace()
             if self.workspace.scores is not None:
                 self.tables.references = self.workspace.scores.score_ref.flatten(2)
+                self.first_tables.score_capacity = self.workspace.score_capacity
         self.payoff = Payoff(self.config, costs=None)
         self.penalties = PenaltyTracker(self.vocab_size, self.device)
         self.timer = PhaseTimer.from_env()
@@ -125,6 +127,8 @@ class VegasWorker(BaseSpecWorker):
             return None
         if args.disable_radix_cache:
             warn_not_kept("it is switched off")
+            return None
+        if args.radix_cache_backend != PREFIX_CACHE:  # said at start
             return None
         free_bytes = free_memory(self.device)
         cached_tokens = free_bytes // self.kv_bytes

@@ -49,6 +49,7 @@ class CudaWorkspace:
                 device,
             )
 
+        self.score_capacity = max_tokens
         self.decode = attention(1)
         self.verify = attention(config.num_draft_tokens)
         self.scores: ScoreCollector | None = None

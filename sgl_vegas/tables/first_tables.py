@@ -24,6 +24,8 @@ class FirstTables:
         self.prefixes = prefixes
         # Whether the prefix cache keeps tables, known once SGLang has built it.
         self.connected = False
+        # KV lengths of a batch, summed up, that the kernels make tables for; None: any.
+        self.score_capacity: int | None = None
 
     def before_prefill(self, batch: ScheduleBatch) -> list[int]:
         """Set the tables of a prefill batch's requests as far as that can be done now.
@@ -31,14 +33,15 @@ class FirstTables:
         Returns the indices of those that need the prompt's last query.
         """
         seq_lens: Any = batch.seq_lens_cpu
-        scored, unfinished = [], []
+        scored, unfinished, total = [], [], 0
         for i, (req, seq_len) in enumerate(zip(batch.reqs, seq_lens.tolist(), strict=True)):
             if req is batch.chunked_req:  # in the middle of its prompt
                 unfinished.append(req.req_pool_idx)
                 self._know(req, 0)
             elif not (self.connected and self._take(batch.tree_cache, req, seq_len)):
                 scored.append(i)
-                self._know(req, seq_len)
+                total += seq_len
+                self._know(req, seq_len if self._makes_table(seq_len, total) else 0)
         if unfinished:
             self._tables.drop(to_device(unfinished, self._tables.counts.device))
         return scored
@@ -52,9 +55,19 @@ class FirstTables:
 
     def verified(self, batch: ScheduleBatch) -> None:
         """Called for a verify pass, which makes tables of what is committed before it."""
+        total = 0
         for req in batch.reqs:
             # Under overlap the output may be an iteration's tokens short.
-            self._know(req, len(req.origin_input_ids) + len(req.output_ids) - 1)
+            seq_len = len(req.origin_input_ids) + len(req.output_ids) - 1
+            total += seq_len + 2 * self._config.num_draft_tokens
+            if self._makes_table(seq_len, total):
+                self._know(req, seq_len)
+
+    def _makes_table(self, seq_len: int, total: int) -> bool:
+        """Whether a pass makes a table for a request, the lengths of which and of those before it
+        in the batch sum up to `total`; if not, the request keeps what it has."""
+        fits = self.score_capacity is None or total <= self.score_capacity
+        return fits and self._config.budget(seq_len) < seq_len
 
     def _know(self, req: Any, base: int) -> None:
         self._tables.known_bases[req.req_pool_idx] = base

@@ -100,8 +100,10 @@ class PrefixTables:
         return len(self._free)
 
     def store(self, node: Any, row: int, length: int, max_count: int) -> None:
-        """Keep the tables of request row `row` for the prefix that ends with `node`; nothing if the
-        row has none.
+        """Keep the tables of request row `row` for the prefix that ends with `node`.
+
+        Nothing is kept, and what was is left, if the row has no table, or one that was chosen for a
+        text more than `max_count` longer: cut to the prefix, it says little.
 
         Args:
             length: tokens of the prefix that the request has too; positions from there on are
@@ -109,6 +111,8 @@ class PrefixTables:
             max_count: positions to keep at most.
         """
         length = min(length, _prefix_length(node))
+        if self._tables.known_bases[row] - length > max_count:
+            return
         known_base = min(self._tables.known_bases[row], length)
         num_table_pages = -(-min(max_count, self._width) // PAGE_POSITIONS)
         width = num_table_pages * PAGE_POSITIONS
@@ -117,7 +121,10 @@ class PrefixTables:
             return
         self._entries.pop(node, None)
         while len(self._free) < wanted:
-            del self._entries[next(iter(self._entries))]
+            oldest = next(iter(self._entries), None)
+            if oldest is None:  # somebody holds an entry
+                return
+            del self._entries[oldest], oldest
             self._count("evictions")
         numbers = [self._free.pop() for _ in range(wanted)]
         positions, count = _cut(
@@ -155,16 +162,17 @@ class PrefixTables:
             return False
         self._count("hits")
         pages = self._pages[:, entry.pages]
-        kept, n = pages[:, : entry.num_table_pages].flatten(1), entry.num_table_pages
-        positions, count = _cut(kept, entry.count, length, self._width)
+        num_table_pages = entry.num_table_pages
+        of_table = pages[:, :num_table_pages].flatten(1)
+        positions, count = _cut(of_table, entry.count, length, self._width)
         self._tables.positions[:, row, : positions.shape[1]] = positions
         self._tables.counts[row] = count
         self._tables.bases[row] = entry.base.clamp(max=length)
         self._tables.known_bases[row] = min(entry.known_base, length)
         if self._tables.references is not None:
             references = self._tables.references[:, row]
-            kept = pages[:, n:].flatten(1)[:, : references.shape[1]]
-            self._tables.references[:, row] = kept.view(torch.float32)
+            of_references = pages[:, num_table_pages:].flatten(1)[:, : references.shape[1]]
+            self._tables.references[:, row] = of_references.view(torch.float32)
         return True
 
     @property
@@ -222,16 +230,14 @@ def _cut(
     """Of each layer's first `count` positions, (num_layers, n), those below `length`, as many as
     every layer has and `width` allows: (num_layers, min(n, width)), and how many.
 
-    Layers that have more leave their first ones out: kernels write tables in order, so what is
-    nearest to the prefix's end stays.
+    Layers that have more leave their last ones out: kernels write what is sure of its place in
+    order, from the sinks on, and then what was a tie.
     """
     num_layers, n = positions.shape
     valid = torch.arange(n, device=positions.device) < count
     valid = valid & (positions < length)
     ranks = valid.cumsum(dim=1)  # from 1
-    of_layer = ranks[:, -1:]
-    kept = of_layer.min().clamp(max=width)
-    places = ranks - 1 - (of_layer - kept)
-    places = torch.where(valid & (places >= 0), places, n)
+    kept = ranks[:, -1].min().clamp(max=width)
+    places = torch.where(valid & (ranks <= kept), ranks - 1, n)
     found = positions.new_zeros((num_layers, n + 1)).scatter_(1, places, positions)
     return found[:, : min(n, width)], kept.to(torch.int32)

@@ -133,6 +133,23 @@ def test_a_verify_pass_makes_tables_new() -> None:
     assert world.tables.known_bases[3] == 56  # the newest token's KV is the pass's own
 
 
+def test_what_exceeds_the_scores_room_is_known_to_have_no_table() -> None:
+    world = World("prompt")
+    world.first.connected = False
+    world.first.score_capacity = 150
+    requests = [world.request(row, world.tree.root_node, 0) for row in (1, 2, 3)]
+    assert world.prefill((requests[0], 100), (requests[1], 100), (requests[2], 3)) == [0, 1, 2]
+    assert world.tables.known_bases[1:4] == [100, 0, 0]
+    batch: Any = SimpleNamespace(
+        reqs=[
+            SimpleNamespace(req_pool_idx=row, origin_input_ids=[0] * 100, output_ids=[0] * 9)
+            for row in (1, 2)
+        ]
+    )
+    world.first.verified(batch)
+    assert world.tables.known_bases[1:3] == [108, 0]
+
+
 class Pools:
     """A tree with the memory that it hands requests' KV to, and the hooks on it."""
 
@@ -189,7 +206,7 @@ def test_retraction_keeps_what_was_learnt() -> None:
     request = pools.request(1, ids, [7])
     pools.tree.cache_unfinished_req(request, chunked=True)  # in the tree, without a table
     assert not pools.taken(ids)
-    pools.put(1, 80)
+    pools.put(1, 63)
     request.output_ids = array("q", range(900, 930))
     pools.tree.cache_finished_req(request, is_insert=False, kv_len_to_handle=85)
     assert pools.taken(ids)

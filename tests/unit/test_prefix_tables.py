@@ -59,7 +59,7 @@ class World:
         """Store a random table that was made a little past the prefix, as under overlap."""
         length = len(tokens)
         base = length + self.random.randrange(3)
-        count = self.random.randint(1, min(base, WIDTH))
+        count = self.random.randint(min(2, base), min(base, WIDTH))
         chosen = [self.random.sample(range(base), count) for _ in range(LAYERS)]
         for layer, positions in enumerate(chosen):
             self.tables.put(layer, FROM, base, torch.tensor(positions))
@@ -77,6 +77,8 @@ class World:
         for layer, positions in enumerate(chosen):
             self.tables.put(layer, FROM, base, torch.tensor(positions))
         self.store.store(node, FROM, length, count)
+        if base - length > count:
+            return
         self.model[extra, tuple(tokens[:length])] = cut((chosen, base), length)
 
     def take(
@@ -109,7 +111,7 @@ class World:
 def cut(table: Table, length: int) -> Table:
     layers = [[p for p in positions if p < length] for positions in table[0]]
     count = min(map(len, layers))
-    return [positions[len(positions) - count :] for positions in layers], min(table[1], length)
+    return [positions[:count] for positions in layers], min(table[1], length)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -199,7 +201,7 @@ def test_no_more_than_the_prefix_is_kept() -> None:
     world = World(num_pages=8, seed=3)
     node = world.insert(None, [1, 2, 3])
     for layer in range(LAYERS):
-        world.tables.put(layer, FROM, 9, torch.tensor([1, 8, 2]))
+        world.tables.put(layer, FROM, 6, torch.tensor([1, 5, 2]))
     world.store.store(node, FROM, 9, 3)
     assert world.take(None, [1, 2, 3, 4]) == (True, 3, ([[1, 2], [1, 2]], 3))
 
@@ -229,13 +231,23 @@ def test_references_go_with_tables(size: int) -> None:
     assert world.store.num_free_pages == 12 - 1 - -(-size // PAGE_POSITIONS)
 
 
-def test_layers_keep_what_is_nearest_to_the_end() -> None:
+def test_sinks_stay_where_layers_have_more_than_others() -> None:
     world = World(num_pages=8, seed=7)
-    world.tables.put(0, FROM, 20, torch.tensor([1, 4, 7, 9]))
-    world.tables.put(1, FROM, 20, torch.tensor([2, 5, 15, 16]))
-    tokens = list(range(20))
-    world.store.store(world.insert(None, tokens), FROM, 20, 4)
-    assert world.take(None, tokens[:12])[2] == ([[7, 9], [2, 5]], 12)
+    world.tables.put(0, FROM, 13, torch.tensor([0, 4, 7, 9]))
+    world.tables.put(1, FROM, 13, torch.tensor([0, 5, 12, 3]))
+    tokens = list(range(13))
+    world.store.store(world.insert(None, tokens), FROM, 13, 4)
+    assert world.take(None, tokens[:12])[2] == ([[0, 4, 7], [0, 5, 3]], 12)
+
+
+def test_a_table_of_a_far_longer_text_replaces_none() -> None:
+    world = World(num_pages=8, seed=10)
+    node = world.insert(None, [0] * 50)
+    for base, chosen in ((50, [10, 20]), (58, [10, 57])):
+        for layer in range(LAYERS):
+            world.tables.put(layer, FROM, base, torch.tensor(chosen))
+        world.store.store(node, FROM, 50, 7)
+    assert world.take(None, [0] * 50)[2] == ([[10, 20]] * LAYERS, 50)
 
 
 def test_no_wider_table_is_kept_than_asked() -> None:
@@ -244,7 +256,7 @@ def test_no_wider_table_is_kept_than_asked() -> None:
     count = PAGE_POSITIONS + 40
     for layer in range(LAYERS):
         world.tables.put(layer, FROM, count, torch.arange(count).flip(0))
-    world.store.store(world.insert(None, [0] * 100), FROM, 100, 90)
+    world.store.store(world.insert(None, [0] * 100), FROM, 100, PAGE_POSITIONS)
     expected = list(range(99, -1, -1))
     assert world.take(None, [0] * 100)[2] == ([expected, expected], 100)
 
