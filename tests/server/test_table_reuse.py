@@ -159,7 +159,6 @@ def test_mixed_traffic(
         outcome = mixed_traffic.run(server, some, MIXED_TRAFFIC_S, MIXED_TRAFFIC_ANSWERS)
         assert outcome.hung_up > 0
         assert outcome.wrong == []
-        assert "KV cache pool is full. Retract requests." in server.log()
         assert server.load()["num_used_tokens"] == before
         cache = table_cache(server)
         assert cache["hits"] > 0 and cache["evictions"] > 0
