@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmark.environment import commit, device_name, write_report  # noqa: E402
+from sgl_vegas.lab.prompts import chat_ids  # noqa: E402
 
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 REQUEST_TIMEOUT_S = 6 * 3600
@@ -203,10 +204,7 @@ def main() -> None:
     sampling = {**sampling_of(options.model_path), "max_new_tokens": options.max_new_tokens}
 
     def run(question: Question) -> dict[str, Any]:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question.text}], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = chat_ids(tokenizer, [{"role": "user", "content": question.text}])
         return result_of(task, question, ask(options.url, ids, sampling))
 
     with ThreadPoolExecutor(options.concurrency) as pool:

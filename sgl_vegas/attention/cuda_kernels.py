@@ -100,16 +100,16 @@ class CudaKernels:
         no_rows = torch.zeros_like(tables.counts)
         self._no_tables = Tables(tables.positions, no_rows, no_rows)
         self._torch = None
-        self._reselects = policy.reselects
         if (policy.makes_tables or policy.reselects) and self._scores is None:
             self._torch = TorchKernels(policy, tables, req_to_token, num_draft_tokens)
+        self._drafts = self._torch if policy.reselects else None
         self.capturable = self._torch is None
 
     def begin_draft(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, step: int, dense: bool
     ) -> None:
-        if self._torch is not None and self._reselects:
-            self._torch.begin_draft(rows, seq_lens, step, dense)
+        if self._drafts is not None:
+            self._drafts.begin_draft(rows, seq_lens, step, dense)
             return
         self._draft_tables = self._no_tables if dense else self._tables
         self._decode.plan_sparse(seq_lens, rows, self._draft_tables, step)
@@ -123,8 +123,8 @@ class CudaKernels:
         v_cache: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        if self._torch is not None and self._reselects:
-            return self._torch.draft(layer, q, new_kv, k_cache, v_cache, scale)
+        if self._drafts is not None:
+            return self._drafts.draft(layer, q, new_kv, k_cache, v_cache, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode.sparse(
             q,

@@ -127,19 +127,29 @@ class TorchKernels:
     ) -> None:
         """Make one layer's tables from a verify pass's queries, (batch_size, num_draft_tokens,
         num_heads, head_dim), or keep them until it is known which one counts."""
-        width = self._num_draft_tokens
         if self._policy.collects is Collected.LAST_ACCEPTED:
             self._undecided[layer] = (queries, k_cache, scale)
-            return
-        picked = list(range(width)) if self._policy.collects is Collected.ALL else [0, width - 1]
-        self._select(layer, queries[:, picked], [picked] * len(queries), k_cache, scale, width)
+        else:
+            self._select_places(layer, queries, [0] * len(queries), k_cache, scale)
 
     def accepted(self, num_correct_drafts: torch.Tensor) -> None:
-        last = [[count] for count in num_correct_drafts.tolist()]
+        counts = num_correct_drafts.tolist()
         for layer, (queries, k_cache, scale) in self._undecided.items():
-            picked = torch.stack([queries[i, of_request] for i, of_request in enumerate(last)])
-            self._select(layer, picked, last, k_cache, scale, self._num_draft_tokens)
+            self._select_places(layer, queries, counts, k_cache, scale)
         self._undecided.clear()
+
+    def _select_places(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        num_correct_drafts: list[int],
+        k_cache: torch.Tensor,
+        scale: float,
+    ) -> None:
+        width = self._num_draft_tokens
+        picked = [self._policy.collects.places(width, count) for count in num_correct_drafts]
+        collected = torch.stack([queries[i, places] for i, places in enumerate(picked)])
+        self._select(layer, collected, picked, k_cache, scale, width)
 
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._begin(rows, seq_lens)

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-prompts", type=int, help="take this many prompts from the front")
     add(
-        *("--policies",),
+        "--policies",
         nargs="+",
         default=list(POLICIES),
         help="as of --vegas-policy; the others are compared with the first",
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-tokens", type=int, default=1, help="least entries selected; the server's is 256")
     add("--iterations", type=int, default=60, help="of each prompt in each cell")
     add(
-        *("--coverage-every",),
+        "--coverage-every",
         type=int,
         default=8,
         help="iterations between two that measure the weight covered; 0 for never",
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if cuda else "cpu")
     add(
-        *("--dtype",),
+        "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="bfloat16" if cuda else "float32",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +107,7 @@ def run_cells(
         for ratio in ratios
     ]
     lanes = [lane for _, _, of_cell in cells for lane in of_cell]
-    groups = _batches(model, lanes, gamma, grid.batch_bytes)
+    groups = _batches(model, lanes, grid.batch_bytes)
     for index, group in enumerate(groups):
         label = f"T {temperature:g}, gamma {gamma}, batch {index + 1} of {len(groups)}"
         run_lanes(
@@ -136,17 +135,15 @@ def _lanes(
         num_steps=gamma, sparsity_ratio=ratio, min_tokens=min_tokens, policy=policy
     )
     # A policy of its own for each text: one may keep state between its steps.
-    return [Lane(text, build_policy(dataclasses.replace(config))) for text in texts]
+    return [Lane(text, build_policy(config)) for text in texts]
 
 
-def _batches(
-    model: LabModel, lanes: list[Lane], num_steps: int, batch_bytes: float
-) -> list[list[Lane]]:
+def _batches(model: LabModel, lanes: list[Lane], batch_bytes: float) -> list[list[Lane]]:
     """Lanes of like width together, since all lists of a batch are as wide as its widest."""
     entry_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
     groups: list[list[Lane]] = []
-    for lane in sorted(lanes, key=lambda lane: -width_of(lane, num_steps)):
-        widest = width_of(groups[-1][0], num_steps) if groups else math.inf
+    for lane in sorted(lanes, key=width_of, reverse=True):
+        widest = width_of(groups[-1][0]) if groups else math.inf
         if not groups or (len(groups[-1]) + 1) * widest * entry_bytes > batch_bytes:
             groups.append([])
         groups[-1].append(lane)

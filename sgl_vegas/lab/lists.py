@@ -24,7 +24,7 @@ class AttendedLists:
     def __init__(self, model: LabModel, lanes: Sequence[Lane], num_steps: int) -> None:
         # At most num_steps + 1 committed since the last table, and the next token and the drafts.
         self.num_recent = 2 * (num_steps + 1)
-        most = max(width_of(lane, num_steps) for lane in lanes)
+        most = max(map(width_of, lanes))
         shape = (
             *(model.num_layers, len(lanes), model.num_kv_heads),
             *(self.num_recent + most, model.head_dim),
@@ -39,14 +39,14 @@ class AttendedLists:
         self._counts = [0] * len(lanes)
         self._totals = [1] * len(lanes)
         self._recent = [0] * len(lanes)
-        self._step = 0
 
-    def begin(self, index: int, text: Text, base: int, seq_len: int) -> None:
-        """Start an iteration of a lane: the tokens of `[base, seq_len)` are its recent ones."""
-        recent = seq_len - base
-        self.keys[:, index, :, :recent] = text.keys[:, base:seq_len].transpose(1, 2)
-        self.values[:, index, :, :recent] = text.values[:, base:seq_len].transpose(1, 2)
-        self._recent[index], self._totals[index] = recent, seq_len
+    def begin(self, lanes: Sequence[Lane], bases: list[int], seq_lens: list[int]) -> None:
+        """Start an iteration: the tokens of `[base, seq_len)` are a lane's recent ones."""
+        for index, (lane, base, seq_len) in enumerate(zip(lanes, bases, seq_lens, strict=True)):
+            recent, text = seq_len - base, lane.text
+            self.keys[:, index, :, :recent] = text.keys[:, base:seq_len].transpose(1, 2)
+            self.values[:, index, :, :recent] = text.values[:, base:seq_len].transpose(1, 2)
+            self._recent[index], self._totals[index] = recent, seq_len
         self._ends = torch.tensor(self._recent, device=self.keys.device)
 
     def put(self, index: int, layer: int, text: Text, positions: torch.Tensor) -> None:
@@ -62,7 +62,6 @@ class AttendedLists:
         """Add the tokens of a draft step, (num_lanes, num_kv_heads, head_dim)."""
         self.keys[layer, self._every, :, self._ends + step] = keys
         self.values[layer, self._every, :, self._ends + step] = values
-        self._step = step
 
     def attended(self, layer: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys and values (num_lanes, num_kv_heads, n, head_dim), and which of them count,
@@ -72,15 +71,15 @@ class AttendedLists:
         mask = torch.where(self._places < self.num_recent, recent, selected)
         return self.keys[layer], self.values[layer], mask
 
-    def shares(self) -> list[float]:
-        """Of each lane, the entries that the last step attended to as a share of all."""
+    def shares(self, step: int) -> list[float]:
+        """Of each lane, the entries that draft `step` attended to as a share of all."""
         return [
-            (count + recent + self._step + 1) / (total + self._step + 1)
+            (count + recent + step + 1) / (total + step + 1)
             for count, recent, total in zip(self._counts, self._recent, self._totals, strict=True)
         ]
 
 
-def width_of(lane: Lane, num_steps: int) -> int:
+def width_of(lane: Lane) -> int:
     """Most entries that a lane selects while its text lasts."""
     longest = len(lane.text.ids)
     if not (lane.policy.makes_tables or lane.policy.reselects):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_vegas.lab.run import Lane
@@ -62,11 +62,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
-def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
-    """Mean and standard error of `one`'s tokens an iteration less `other`'s, prompt by prompt."""
-    return mean_and_error(
-        [one["by_prompt"][name] - other["by_prompt"][name] for name in one["by_prompt"]]
-    )
+def difference(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, float]:
+    """Mean and standard error of `one` less `other`, prompt by prompt."""
+    return mean_and_error([value - other[name] for name, value in one.items()])
 
 
 def table(rows: Sequence[dict[str, Any]], baseline: str) -> str:
@@ -83,7 +81,7 @@ def table(rows: Sequence[dict[str, Any]], baseline: str) -> str:
         for entry in sorted(entries, key=lambda e: -e["tokens_per_iteration"]):
             less = ""
             if base is not None and entry is not base:
-                less = "{:+.2f} ± {:.2f}".format(*difference(entry, base))
+                less = "{:+.2f} ± {:.2f}".format(*difference(entry["by_prompt"], base["by_prompt"]))
             covered = entry["covered_by_position"]
             lines.append(
                 f"{gamma:5} {ratio:5.2f} {temperature:4.1f} {entry['policy']:28} "

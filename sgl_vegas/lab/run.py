@@ -13,7 +13,7 @@ from sgl_vegas.lab.lists import AttendedLists
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.sampling import Sampling
 from sgl_vegas.lab.text import Text
-from sgl_vegas.selection.policy import Collected, SelectionPolicy
+from sgl_vegas.selection.policy import SelectionPolicy
 
 
 @dataclass
@@ -66,11 +66,12 @@ class LabRun:
     @torch.inference_mode()
     def iterate(self, measure_coverage: bool) -> None:
         """One draft and verify round of every lane."""
-        for index, lane in enumerate(self.lanes):
-            self.lists.begin(index, lane.text, self.bases[index], self.seq_lens[index])
-        drafts = self._draft(measure_coverage)
-        for lane, accepted in zip(self.lanes, self._accepted(drafts), strict=True):
-            lane.accepted.append(accepted)
+        self.lists.begin(self.lanes, self.bases, self.seq_lens)
+        wanted = self._text_tokens()
+        drafts = self._draft(wanted, measure_coverage)
+        accepted = (drafts[:, 1:] == wanted).long().cumprod(dim=1).sum(dim=1)
+        for lane, count in zip(self.lanes, accepted.tolist(), strict=True):
+            lane.accepted.append(count)
         self._verify(drafts)
         for index, lane in enumerate(self.lanes):
             verified_from = self.seq_lens[index]
@@ -81,8 +82,9 @@ class LabRun:
 
     # ---- drafts ----
 
-    def _draft(self, measure_coverage: bool) -> torch.Tensor:
-        """(num_lanes, num_steps + 1) int64: the last committed tokens and the drafts."""
+    def _draft(self, wanted: torch.Tensor, measure_coverage: bool) -> torch.Tensor:
+        """(num_lanes, num_steps + 1) int64: the last committed tokens and the drafts, where the
+        texts have `wanted`, (num_lanes, num_steps)."""
         device = self.model.device
         tokens = [
             torch.stack(
@@ -101,9 +103,9 @@ class LabRun:
                 )
 
             logits = self.model.forward(tokens[-1][:, None], positions[:, None], attend)[:, -1]
-            tokens.append(self._next_drafts(logits, step, on_text))
-            on_text &= tokens[-1] == self._text_tokens(step)
-            for index, share in enumerate(self.lists.shares()):
+            tokens.append(self._next_drafts(logits, wanted[:, step], step, on_text))
+            on_text &= tokens[-1] == wanted[:, step]
+            for index, share in enumerate(self.lists.shares(step)):
                 reads[index] += share / self.num_steps
             if coverage:
                 for lane, mean in zip(
@@ -175,7 +177,9 @@ class LabRun:
             shares.append((listed.logsumexp(dim=1) - every.logsumexp(dim=1)).exp().mean())
         return torch.stack(shares)
 
-    def _next_drafts(self, logits: torch.Tensor, step: int, on_text: torch.Tensor) -> torch.Tensor:
+    def _next_drafts(
+        self, logits: torch.Tensor, wanted: torch.Tensor, step: int, on_text: torch.Tensor
+    ) -> torch.Tensor:
         """(num_lanes,) int64. Behind its first rejection a lane drafts on by itself, for what the
         pass's last query will be."""
         at = [
@@ -184,28 +188,19 @@ class LabRun:
         ]
         target = torch.stack([lane.text.logits[i] for lane, i in zip(self.lanes, at, strict=True)])
         coins = torch.stack([lane.text.coins[i] for lane, i in zip(self.lanes, at, strict=True)])
-        coupled = self.sampling.couple(
-            logits, target, self._text_tokens(step), coins, self.generator
-        )
+        coupled = self.sampling.couple(logits, target, wanted, coins, self.generator)
         if self.sampling.is_greedy:
             return coupled
         return torch.where(on_text, coupled, self.sampling.next_tokens(logits, self.generator))
 
-    def _text_tokens(self, step: int) -> torch.Tensor:
-        """(num_lanes,) int64: what the texts say where draft `step` is."""
+    def _text_tokens(self) -> torch.Tensor:
+        """(num_lanes, num_steps) int64: what the texts say where this iteration drafts."""
         return torch.stack(
             [
-                lane.text.ids[seq_len + step + 1]
+                lane.text.ids[seq_len + 1 : seq_len + 1 + self.num_steps]
                 for lane, seq_len in zip(self.lanes, self.seq_lens, strict=True)
             ]
         )
-
-    def _accepted(self, drafts: torch.Tensor) -> list[int]:
-        right = torch.stack(
-            [drafts[:, step + 1] == self._text_tokens(step) for step in range(self.num_steps)],
-            dim=1,
-        )
-        return right.long().cumprod(dim=1).sum(dim=1).tolist()
 
     # ---- verification ----
 
@@ -250,11 +245,7 @@ class LabRun:
         )
         own = query_scores(q, k, torch.arange(1, width + 1, device=device), scale)
         scores = torch.cat([before, own], dim=-1)
-        picked = {
-            Collected.FIRST_AND_LAST: [0, width - 1],
-            Collected.ALL: list(range(width)),
-            Collected.LAST_ACCEPTED: [lane.accepted[-1]],
-        }[lane.policy.collects]
+        picked = lane.policy.collects.places(width, lane.accepted[-1])
         self._select(index, layer, scores[picked], seq_len)
         weights = scores.softmax(dim=-1).to(v.dtype)
         values = torch.cat([lane.text.values[layer, :seq_len], v])

@@ -22,6 +22,15 @@ class Collected(enum.Enum):
     ALL = enum.auto()
     LAST_ACCEPTED = enum.auto()
 
+    def places(self, num_verified: int, num_correct_drafts: int) -> list[int]:
+        """Which of a verify pass's queries, from 0, of which that many drafts were accepted."""
+        return {
+            Collected.NOTHING: [],
+            Collected.FIRST_AND_LAST: [0, num_verified - 1],
+            Collected.ALL: list(range(num_verified)),
+            Collected.LAST_ACCEPTED: [num_correct_drafts],
+        }[self]
+
 
 class SelectionPolicy:
     """Chooses positions for one request and one attention layer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ class PrefixTables:
         self._count("stores")
 
     def take(
-        self, node: Any, row: int, length: int, min_base: int = 1, max_length: int | None = None
+        self, node: Any, row: int, length: int, min_base: int = 1, max_length: float = math.inf
     ) -> bool:
         """Give request row `row` the tables of the deepest prefix on the way to `node`.
 
@@ -155,8 +156,7 @@ class PrefixTables:
 
         Returns whether there was one.
         """
-        limit = max_length if max_length is not None else 1 << 62
-        entry = self._find(node, length, max(min_base, 1), limit)
+        entry = self._find(node, length, max(min_base, 1), max_length)
         if entry is None:
             self._count("misses")
             return False
@@ -183,7 +183,7 @@ class PrefixTables:
     def clear(self) -> None:
         self._entries.clear()
 
-    def _find(self, node: Any, length: int, min_base: int, max_length: int) -> _Entry | None:
+    def _find(self, node: Any, length: int, min_base: int, max_length: float) -> _Entry | None:
         # A node that a split has made has none yet, but its children's are right up to its end.
         newest = itertools.islice(reversed(node.children.values()), MAX_CHILDREN)
         candidates = [node, *newest]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_vegas.lab.report import mean_and_error
+from sgl_vegas.lab.report import difference
 
 # A gain of less is none: it is not worth a larger list.
 WORTHLESS_GAIN = 0.01
@@ -98,17 +98,14 @@ def smallest_as_good(points: Sequence[Point]) -> tuple[Point, str]:
     """The smallest ratio than which no larger one is better by more than noise, and than 1%."""
     for point in sorted(points, key=lambda p: p.ratio):
         larger = [p for p in points if p.ratio > point.ratio]
-        gains = [(*difference(p, point), p) for p in larger]
-        worth = [
-            (gain, error, p)
-            for gain, error, p in gains
-            if gain > max(WORTHLESS_GAIN * point.mean, 2 * error)
-        ]
-        if not worth:
-            if not gains:
-                return point, "acceptance may rise beyond the largest ratio tried"
-            gain, error, p = max(gains, key=lambda g: g[0])
-            return point, f"ratio {p.ratio:g} has {gain:+.2f} ± {error:.2f}"
+        gains = [(*difference(p.by_prompt, point.by_prompt), p) for p in larger]
+        least = WORTHLESS_GAIN * point.mean
+        if any(gain > max(least, 2 * error) for gain, error, _ in gains):
+            continue
+        if not gains:
+            return point, "acceptance may rise beyond the largest ratio tried"
+        gain, error, p = max(gains, key=lambda g: g[0])
+        return point, f"ratio {p.ratio:g} has {gain:+.2f} ± {error:.2f}"
     raise ValueError("no points")
 
 
@@ -117,15 +114,10 @@ def fastest(points: Sequence[Point]) -> tuple[Point, str]:
     best = max(points, key=lambda p: p.mean)
     near = []
     for point in points:
-        lead, error = difference(best, point)
+        lead, error = difference(best.by_prompt, point.by_prompt)
         # An error that isn't known tells nothing apart.
         if point is not best and not lead > 2 * error:
             near.append(point.setting)
     if not near:
         return best, "ahead of all others by more than two standard errors"
     return best, f"not told apart from {'; '.join(near)}"
-
-
-def difference(one: Point, other: Point) -> tuple[float, float]:
-    """Mean and standard error of `one` less `other`, prompt by prompt."""
-    return mean_and_error([one.by_prompt[name] - other.by_prompt[name] for name in one.by_prompt])
