@@ -43,9 +43,9 @@ from benchmark.environment import add_common_flags, commit, write_report  # noqa
 from benchmark.roofline import measure_hardware  # noqa: E402
 from sgl_vegas.timing import TIMING_FILE  # noqa: E402
 from sgl_vegas.tune.roofline import Hardware, ModelShape, floor  # noqa: E402
+from sgl_vegas.tune.server_process import ServerStartError  # noqa: E402
 from tests.server_process import (  # noqa: E402
     Server,
-    ServerStartError,
     free_port,
     has_cuda,
     server_command,

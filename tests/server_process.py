@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +14,11 @@ from typing import Any
 
 import requests
 
+from sgl_vegas.tune import server_process
+from sgl_vegas.tune.server_process import free_port, stop
+
 START_DEADLINE_S = 300
 REQUEST_TIMEOUT_S = 900
-LOG_TAIL_LINES = 40
 
 # Greedy parity needs a CPU run in float32: bfloat16 ties would flip with the batch size. 48K KV
 # slots of a 135M model are about 2 GB.
@@ -35,10 +34,6 @@ CUDA_FLAGS = ("--device", "cuda", "--dtype", "bfloat16")
 EXTRA_FLAGS = "VEGAS_TEST_SERVER_FLAGS"
 
 Prompt = str | list[str] | list[int] | list[list[int]]
-
-
-class ServerStartError(RuntimeError):
-    """The server ended, or did not become healthy in time; the message carries its log's tail."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Server:
 
     def log_tail(self) -> str:
         """The last lines of the log, for error messages."""
-        return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
+        return server_process.log_tail(self.log_path)
 
     def request(self, method: str, path: str, body: Any = None, **kwargs: Any) -> requests.Response:
         """Any request, whatever its status; for the tests of refusals."""
@@ -172,25 +167,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start `command` as the leader of a process group of its own, which `stop` can end."""
     device_env = {} if has_cuda() else CPU_ENV
-    with log_path.open("wb") as log:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **device_env, **env, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Kill the whole process group, also when its leader is already gone.
-
-    Not SIGTERM: SGLang would first finish its running requests.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return server_process.start(command, {**device_env, **env}, log_path)
 
 
 def wait_until_healthy(
@@ -201,26 +178,7 @@ def wait_until_healthy(
     Raises:
         ServerStartError: with the tail of its log.
     """
-    started = time.monotonic()
-    while (waited := time.monotonic() - started) < deadline_s:
-        if process.poll() is not None:
-            raise ServerStartError(_why(server, f"ended with status {process.returncode}"))
-        with contextlib.suppress(requests.ConnectionError, requests.Timeout):
-            if requests.get(server.url + "/health", timeout=30).ok:
-                return
-        yield waited
-        time.sleep(1)
-    raise ServerStartError(_why(server, f"is not healthy after {deadline_s:.0f} s"))
-
-
-def _why(server: Server, what: str) -> str:
-    return f"the server {what}; the end of {server.log_path}:\n{server.log_tail()}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return server_process.wait_until_healthy(server.url, process, server.log_path, deadline_s)
 
 
 def has_cuda() -> bool:

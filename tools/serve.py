@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from sgl_vegas.tune.server_process import ServerStartError
 from tests.server_process import (
     Server,
-    ServerStartError,
     server_command,
     start,
     stop,

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,11 +15,11 @@ from typing import Any
 import requests
 
 from sgl_vegas.lab.experiment import Progress
+from sgl_vegas.tune.server_process import free_port, start, stop, wait_until_healthy
 from sgl_vegas.tune.steps import Point
 
 START_DEADLINE_S = 900
 REQUEST_TIMEOUT_S = 3600
-LOG_TAIL_LINES = 30
 
 
 class Served:
@@ -139,35 +135,14 @@ def _server(command: list[str], log_path: Path) -> Iterator[str]:
     """Run `command` on a free port of this machine until the block ends; its address.
 
     Raises:
-        RuntimeError: if it ends or isn't healthy in time, with the end of its log.
+        ServerStartError: if it ends or isn't healthy in time, with the end of its log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
+    process = start([*command, "--host", "127.0.0.1", "--port", str(port)], {}, log_path)
     try:
-        _wait(url, process, log_path)
+        for _ in wait_until_healthy(url, process, log_path, START_DEADLINE_S):
+            pass
         yield url
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
-    end = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(requests.ConnectionError, requests.Timeout):
-            if requests.get(f"{url}/health", timeout=30).ok:
-                return
-        time.sleep(1)
-    lines = log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    raise RuntimeError("the server did not start:\n" + "\n".join(lines))
+        stop(process)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from sgl_vegas.tune.server_process import ServerStartError
 from tests.prompts import Prompt
-from tests.server_process import CPU_ENV, CPU_FLAGS, Server, ServerStartError, launch_server
+from tests.server_process import CPU_ENV, CPU_FLAGS, Server, launch_server
 
 pytestmark = pytest.mark.server
 
