@@ -32,7 +32,7 @@ from tests.server_process import Server, launch_server  # noqa: E402
 
 MODES = ("cached", "prompt", "none")
 ITERATIONS = (1, 2, 4)
-# Of each answer; then the client hangs up.
+# Of each answer, that a conversation goes on with.
 ANSWER_TOKENS = 16
 TEXTS = [
     *(f"prose {topic}" for topic in ("types", "compound", "specialnames", "formatstrings")),
@@ -58,19 +58,21 @@ class Client:
     """Sends requests and keeps, for each, its answer's beginning and the tokens after each
     iteration."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, num_steps: int) -> None:
         self.server = server
+        # Enough for the last of ITERATIONS. Read to their end, since how much of an answer is
+        # cached of which the client hangs up is a matter of luck.
+        self.num_tokens = max(ANSWER_TOKENS, ITERATIONS[-1] * (num_steps + 1) + 1)
         self.requests: list[dict[str, Any]] = []
 
     def ask(self, kind: str, ids: list[int]) -> list[int]:
         counts: list[int] = []
         last: dict[str, Any] = {}
-        stream = self.server.stream(ids, temperature=0, max_new_tokens=100, ignore_eos=True)
+        stream = self.server.stream(
+            ids, temperature=0, max_new_tokens=self.num_tokens, ignore_eos=True
+        )
         for last in stream:
             counts.append(last["meta_info"]["completion_tokens"])
-            if counts[-1] > ANSWER_TOKENS and len(counts) > ITERATIONS[-1]:
-                break
-        stream.close()
         answer = last["output_ids"][:ANSWER_TOKENS]
         self.requests.append(
             {
@@ -125,7 +127,7 @@ def measure(options: argparse.Namespace, mode: str, tokenizer: Any) -> list[dict
         extra_args=[*flags, *options.server_args],
         log_path=log,
     ) as server:
-        client = Client(server)
+        client = Client(server, options.num_steps)
         for i, _ in enumerate(traffic(client, tokenizer, options.texts, options.text_tokens)):
             print(f"{mode}: text {i + 1} of {options.texts}", flush=True)
         if mode == "cached":

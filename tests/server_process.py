@@ -17,7 +17,7 @@ import requests
 from sgl_vegas.tune import server_process
 from sgl_vegas.tune.server_process import free_port, stop
 
-START_DEADLINE_S = 300
+START_DEADLINE_S = 600
 REQUEST_TIMEOUT_S = 900
 
 # Greedy parity needs a CPU run in float32: bfloat16 ties would flip with the batch size. 48K KV
