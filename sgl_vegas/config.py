@@ -27,6 +27,10 @@ def _optional_float(text: str) -> float | None:
     return None if text.lower() in ("", "none") else float(text)
 
 
+def _optional_path(text: str) -> str | None:
+    return None if text.lower() in ("", "none") else text
+
+
 def _setting(default: Any, parse: Callable[[str], Any], help: str, choices=None) -> Any:
     return dataclasses.field(
         default=default, metadata={"parse": parse, "help": help, "choices": choices}
@@ -56,7 +60,8 @@ class VegasConfig:
         str,
         "What drafts attend to: 'vegas' (two verify queries), 'streaming' (sinks and window), "
         "'quest' (page bounds, at every draft step), 'last-accepted', 'all-queries' (verify "
-        "queries), 'oracle' (exact, for research), 'dense' (everything), or "
+        "queries), 'vegas-refresh' (vegas, ranked again at every draft step; needs "
+        "--vegas-key-basis), 'oracle' (exact, for research), 'dense' (everything), or "
         "'package.module:Class' for a policy of your own.",
     )
     score_mode: str = _setting(
@@ -86,6 +91,13 @@ class VegasConfig:
         _optional_float,
         "Memory for tables of cached prefixes, in GB; 'none' for 1% of the memory that is free for "
         "the KV pool, 0 to keep none.",
+    )
+
+    key_basis: str | None = _setting(
+        None,
+        _optional_path,
+        "What the vegas-refresh policy codes keys in: a file that `python -m sgl_vegas.calibrate` "
+        "wrote for this model; 'none' for none.",
     )
 
     def __post_init__(self) -> None:

@@ -117,7 +117,7 @@ class VegasWorker(BaseSpecWorker):
     # SGLang sizes the KV pool by the memory that is free after the worker's constructor, so
     # everything of VEGAS's own is allocated there and nothing later.
     def _make_tables(self) -> RequestTables:
-        max_selected = self.config.budget(self.model_runner.model_config.context_len)
+        max_selected = self.policy.table_size(self.model_runner.model_config.context_len)
         num_rows = self.max_requests + 1  # row 0 is for padding
         return RequestTables(len(self.layers), num_rows, max_selected, self.device)
 
@@ -158,7 +158,7 @@ class VegasWorker(BaseSpecWorker):
     def connect(self, tree: BasePrefixCache) -> None:
         """Have SGLang's prefix cache keep tables, if that is wanted. Called when it is built."""
         if self.first_tables.prefixes is not None:
-            self.first_tables.connected = keep_tables(tree, self.first_tables.prefixes, self.config)
+            self.first_tables.connected = keep_tables(tree, self.first_tables.prefixes, self.policy)
 
     def _make_workspace(self) -> CudaWorkspace:
         dtype = self.model_runner.kv_cache_dtype

@@ -83,16 +83,20 @@ class TorchKernels:
         base = seq_len
         if self._policy.makes_tables:
             base = min(int(self._tables.bases[row]), seq_len)
-            table = self._tables.positions[layer, row, : int(self._tables.counts[row])].long()
+            table = self._tables.positions[layer, row, : int(self._tables.counts[row])].long()[None]
         of_row = self._req_to_token[row]
         recent = of_row[base : seq_len + self._step + 1]
         if base == 0:
             return recent
         keys = k_cache[of_row[:base].long()]
-        selected = self._policy.select_step(layer, self._step, q, keys, table, scale)
+        selected = self._policy.select_step(
+            layer, self._step, q[None], keys[None], (base,), table, scale
+        )
         if selected is not None:
-            self._held[layer, row] = selected
-        chosen = of_row[self._held[layer, row].long()].movedim(-1, 0)
+            entries = selected[0].movedim(-1, 0)
+            counts = (entries if entries.dim() == 1 else entries[:, 0]) >= 0
+            self._held[layer, row] = entries[counts]
+        chosen = of_row[self._held[layer, row].long()]
         if chosen.dim() == 2:
             recent = recent[:, None].expand(-1, chosen.shape[1])
         return torch.cat([chosen, recent])

@@ -75,6 +75,7 @@ def _grid(options: argparse.Namespace) -> Grid:
         coverage_every=options.coverage_every,
         seed=options.seed,
         batch_bytes=options.batch_gb * 1e9,
+        key_basis=options.key_basis,
     )
 
 
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         default=8,
         help="iterations between two that measure the weight covered; 0 for never",
     )
+    add("--key-basis", help="of vegas-refresh: what `python -m sgl_vegas.calibrate` wrote")
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if cuda else "cpu")
     add(

@@ -28,6 +28,7 @@ class Grid:
     iterations: of each prompt in each cell.
     coverage_every: iterations between two that measure coverage, which reads all keys; 0: never.
     batch_bytes: what the lists of lanes that run together may take.
+    key_basis: file of the policy that needs one.
     """
 
     policies: tuple[str, ...]
@@ -40,6 +41,7 @@ class Grid:
     coverage_every: int = 8
     seed: int = 0
     batch_bytes: float = 2e9
+    key_basis: str | None = None
 
     def __post_init__(self) -> None:
         """Raises:
@@ -48,9 +50,12 @@ class Grid:
         if self.iterations < 1:
             raise ValueError(f"--iterations must be at least 1, got {self.iterations}.")
         for gamma, ratio, policy in itertools.product(self.gammas, self.ratios, self.policies):
-            build_policy(VegasConfig(gamma, ratio, self.min_tokens, policy=policy))
+            build_policy(self.config_of(policy, gamma, ratio))
         if not all(0 <= temperature < math.inf for temperature in self.temperatures):
             raise ValueError(f"temperatures must not be negative, got {self.temperatures}.")
+
+    def config_of(self, policy: str, gamma: int, ratio: float) -> VegasConfig:
+        return VegasConfig(gamma, ratio, self.min_tokens, policy=policy, key_basis=self.key_basis)
 
     @property
     def num_new(self) -> int:
@@ -102,7 +107,7 @@ def run_cells(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of each of the grid's policies at each of `ratios`."""
     cells = [
-        (policy, ratio, _lanes(texts, policy, ratio, gamma, grid.min_tokens))
+        (policy, ratio, _lanes(texts, grid.config_of(policy, gamma, ratio)))
         for policy in grid.policies
         for ratio in ratios
     ]
@@ -128,14 +133,10 @@ def _sampling(grid: Grid, temperature: float) -> Sampling:
     return Sampling(temperature, grid.top_p if temperature else 1.0)
 
 
-def _lanes(
-    texts: Sequence[Text], policy: str, ratio: float, gamma: int, min_tokens: int
-) -> list[Lane]:
-    config = VegasConfig(
-        num_steps=gamma, sparsity_ratio=ratio, min_tokens=min_tokens, policy=policy
-    )
-    # A policy of its own for each text: one may keep state between its steps.
-    return [Lane(text, build_policy(config)) for text in texts]
+def _lanes(texts: Sequence[Text], config: VegasConfig) -> list[Lane]:
+    # One policy for all of its texts: lanes that share it are asked in one call.
+    shared = build_policy(config)
+    return [Lane(text, shared) for text in texts]
 
 
 def _batches(model: LabModel, lanes: list[Lane], batch_bytes: float) -> list[list[Lane]]:

@@ -1,87 +1,177 @@
-"""What each lane's drafts attend to, gathered from its text once a selection."""
+"""Lanes, and what each one's drafts attend to: gathered from its text once a selection."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.text import Text
+from sgl_vegas.selection.policy import SelectionPolicy
 
-if TYPE_CHECKING:
-    from sgl_vegas.lab.run import Lane
+
+@dataclass
+class Lane:
+    """One policy drafting along one text, and what was seen of it.
+
+    Attributes:
+    accepted: of each iteration, how many of its drafts were accepted.
+    read_shares: of each iteration, the KV entries that a draft step reads, for choosing too, as a
+        share of all; the mean over its steps.
+    covered: of some draft steps, (step, share of attention weight that lay in what was attended
+        to), the mean over layers and heads.
+    """
+
+    text: Text
+    policy: SelectionPolicy
+    accepted: list[int] = field(default_factory=list)
+    read_shares: list[float] = field(default_factory=list)
+    covered: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LaneGroup:
+    """Lanes that one call serves.
+
+    Attributes:
+        lanes: their indices, in order of their texts.
+        index: (m,) int64, the same.
+        texts: the indices of their texts; a slice where it can be, since that copies no keys.
+    """
+
+    lanes: list[int]
+    index: torch.Tensor
+    texts: slice | torch.Tensor
+
+
+def grouped(
+    lanes: Sequence[Lane], key: Callable[[Lane], Hashable], most: int | None = None
+) -> list[LaneGroup]:
+    """Groups of at most `most` lanes with one `key`; those whose key is None are left out."""
+    by_key: dict[Hashable, list[int]] = defaultdict(list)
+    for index in sorted(range(len(lanes)), key=lambda index: lanes[index].text.index):
+        if key(lanes[index]) is not None:
+            by_key[key(lanes[index])].append(index)
+    return [
+        _group(lanes, indices[start : start + (most or len(indices))])
+        for indices in by_key.values()
+        for start in range(0, len(indices), most or len(indices))
+    ]
+
+
+def _group(lanes: Sequence[Lane], indices: list[int]) -> LaneGroup:
+    device = lanes[0].text.stack.ids.device
+    texts = [lanes[index].text.index for index in indices]
+    run = range(texts[0], texts[0] + len(texts))
+    return LaneGroup(
+        indices,
+        torch.tensor(indices, device=device),
+        slice(run.start, run.stop) if texts == [*run] else torch.tensor(texts, device=device),
+    )
 
 
 class AttendedLists:
     """Keys and values of the lanes' lists, in one batch a layer.
 
     An entry is a recent token's (committed since the table was made, or drafted) in the first
-    `num_recent` places, and a selected one's behind them.
+    `num_recent` places, and a selected one's behind them. Nothing here waits for the device but
+    what makes index tensors: in `begin`, and where `put_each` gets other counts than before.
+
+    Attributes:
+        keys, values: (num_layers, num_lanes, num_kv_heads, n, head_dim).
+        counts: (num_layers, num_lanes, num_kv_heads, n) bool, which of them are entries.
+        bases: (num_lanes,) int64, where each lane's recent tokens begin.
     """
 
     def __init__(self, model: LabModel, lanes: Sequence[Lane], num_steps: int) -> None:
         # At most num_steps + 1 committed since the last table, and the next token and the drafts.
         self.num_recent = 2 * (num_steps + 1)
-        most = max(map(width_of, lanes))
-        shape = (
-            *(model.num_layers, len(lanes), model.num_kv_heads),
-            *(self.num_recent + most, model.head_dim),
-        )
-        self.keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self._most_committed = num_steps + 1
+        self._stack, device = lanes[0].text.stack, model.device
+        width = self.num_recent + max(map(width_of, lanes))
+        shape = (model.num_layers, len(lanes), model.num_kv_heads, width)
+        self.keys = torch.zeros((*shape, model.head_dim), dtype=model.dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self._places = torch.arange(shape[3], device=model.device)
-        self._every = torch.arange(len(lanes), device=model.device)
-        self._selected = torch.zeros(
-            (model.num_layers, len(lanes)), dtype=torch.int64, device=model.device
-        )
-        self._counts = [0] * len(lanes)
-        self._totals = [1] * len(lanes)
-        self._recent = [0] * len(lanes)
+        self.counts = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._texts = torch.tensor([lane.text.index for lane in lanes], device=device)
+        self._every = torch.arange(len(lanes), device=device)
+        self._heads = torch.arange(model.num_kv_heads, device=device)[:, None]
+        # The lengths are the same for all layers of a pass.
+        self._rows_of = functools.lru_cache(maxsize=1)(self._rows)
 
-    def begin(self, lanes: Sequence[Lane], bases: list[int], seq_lens: list[int]) -> None:
+    def begin(self, bases: Sequence[int], seq_lens: Sequence[int]) -> None:
         """Start an iteration: the tokens of `[base, seq_len)` are a lane's recent ones."""
-        for index, (lane, base, seq_len) in enumerate(zip(lanes, bases, seq_lens, strict=True)):
-            recent, text = seq_len - base, lane.text
-            self.keys[:, index, :, :recent] = text.keys[:, base:seq_len].transpose(1, 2)
-            self.values[:, index, :, :recent] = text.values[:, base:seq_len].transpose(1, 2)
-            self._recent[index], self._totals[index] = recent, seq_len
-        self._ends = torch.tensor(self._recent, device=self.keys.device)
+        self.bases, self._totals = torch.tensor([bases, seq_lens], device=self.keys.device)
+        self._ends = self._totals - self.bases
+        within = torch.arange(self._most_committed, device=self.keys.device)
+        # What lies behind seq_len doesn't count yet, whatever it is.
+        positions = (self.bases[:, None] + within).clamp(max=self._stack.keys.shape[2] - 1)
+        texts = self._texts[:, None]
+        for ours, theirs in ((self.keys, self._stack.keys), (self.values, self._stack.values)):
+            ours[:, :, :, : len(within)] = theirs[:, texts, positions].transpose(2, 3)
+        places = torch.arange(self.num_recent, device=self.keys.device)
+        self.counts[..., : self.num_recent] = (places < self._ends[:, None])[:, None]
 
-    def put(self, index: int, layer: int, text: Text, positions: torch.Tensor) -> None:
-        """Attend to `positions`, (k,) for all KV heads or (num_kv_heads, k) for each."""
-        count, start = positions.shape[-1], self.num_recent
-        heads = torch.arange(self.keys.shape[2], device=positions.device)[:, None]
-        for ours, theirs in ((self.keys, text.keys), (self.values, text.values)):
-            ours[layer, index, :, start : start + count] = theirs[layer, positions, heads]
-        self._selected[layer, index] = count
-        self._counts[index] = count
+    def put(self, layer: int, lanes: torch.Tensor, positions: torch.Tensor) -> None:
+        """Attend to `positions`, those that aren't negative.
+
+        Args:
+            lanes: (m,) int64, which lanes they are of.
+            positions: (m, k) integer for all KV heads, or (m, num_kv_heads, k) for each.
+        """
+        if positions.dim() == 2:
+            positions = positions[:, None].expand(-1, len(self._heads), -1)
+        at = positions.clamp(min=0)
+        texts = self._texts[lanes][:, None, None]
+        start, end = self.num_recent, self.num_recent + positions.shape[-1]
+        for ours, theirs in ((self.keys, self._stack.keys), (self.values, self._stack.values)):
+            ours[layer, :, :, start:end][lanes] = theirs[layer][texts, at, self._heads]
+        self.counts[layer, :, :, start:end][lanes] = positions >= 0
+        self.counts[layer, :, :, end:].index_fill_(0, lanes, False)
+
+    def put_each(self, layer: int, lanes: Sequence[int], positions: Sequence[torch.Tensor]) -> None:
+        """Attend to `positions`, (k,) integer of each of `lanes`."""
+        index, filled = self._rows_of(tuple(lanes), tuple(map(len, positions)))
+        flat = torch.cat(tuple(positions)).long()
+        padded = flat.new_full(filled.shape, -1).masked_scatter_(filled, flat)
+        self.put(layer, index, padded)
 
     def append(self, layer: int, step: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add the tokens of a draft step, (num_lanes, num_kv_heads, head_dim)."""
-        self.keys[layer, self._every, :, self._ends + step] = keys
-        self.values[layer, self._every, :, self._ends + step] = values
+        ends = self._ends + step
+        self.keys[layer, self._every, :, ends] = keys
+        self.values[layer, self._every, :, ends] = values
+        self.counts[layer].scatter_(2, ends[:, None, None].expand(-1, len(self._heads), 1), True)
 
-    def attended(self, layer: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values (num_lanes, num_kv_heads, n, head_dim), and which of them count,
-        (num_lanes, n) bool."""
-        recent = self._places < (self._ends + step + 1)[:, None]
-        selected = self._places < (self.num_recent + self._selected[layer])[:, None]
-        mask = torch.where(self._places < self.num_recent, recent, selected)
-        return self.keys[layer], self.values[layer], mask
+    def scores(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """Scaled logits of one query a lane, (num_lanes, num_heads, head_dim): (num_lanes,
+        num_heads, n) float32 (float64 if q is), `-inf` where there is no entry."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        queries = q.to(dtype).unflatten(1, (len(self._heads), -1))
+        scores = queries @ self.keys[layer].to(dtype).transpose(2, 3) * scale
+        return scores.masked_fill_(~self.counts[layer].unsqueeze(2), float("-inf")).flatten(1, 2)
 
-    def shares(self, step: int) -> list[float]:
-        """Of each lane, the entries that draft `step` attended to as a share of all."""
-        return [
-            (count + recent + step + 1) / (total + step + 1)
-            for count, recent, total in zip(self._counts, self._recent, self._totals, strict=True)
-        ]
+    def shares(self, step: int) -> torch.Tensor:
+        """(num_lanes,) float32: the entries that draft `step` attended to as a share of all, the
+        last layer's for every layer's and the mean over its heads."""
+        entries = self.counts[-1].sum(dim=-1).float().mean(dim=-1)
+        return entries / (self._totals + step + 1)
+
+    def _rows(
+        self, lanes: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`lanes` on the device, and (m, longest) bool: which of a list's places are filled."""
+        index, ends = torch.tensor([lanes, lengths], device=self.keys.device)
+        return index, torch.arange(max(lengths), device=ends.device) < ends[:, None]
 
 
 def width_of(lane: Lane) -> int:
     """Most entries that a lane selects while its text lasts."""
-    longest = len(lane.text.ids)
+    longest = len(lane.text)
     if not (lane.policy.makes_tables or lane.policy.reselects):
         return longest
     return lane.policy.config.budget(longest)

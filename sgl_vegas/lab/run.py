@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from sgl_vegas.attention.torch_reference import query_scores
-from sgl_vegas.lab.lists import AttendedLists
+from sgl_vegas.lab.lists import AttendedLists, Lane, LaneGroup, grouped
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.sampling import Sampling
-from sgl_vegas.lab.text import Text
-from sgl_vegas.selection.policy import SelectionPolicy
+from sgl_vegas.lab.text import attend_along, one_query_attention
 
-
-@dataclass
-class Lane:
-    """One policy drafting along one text, and what was seen of it.
-
-    Attributes:
-    accepted: of each iteration, how many of its drafts were accepted.
-    read_shares: of each iteration, the KV entries that a draft step reads, for choosing too, as a
-        share of all; the mean over its steps.
-    covered: of some draft steps, (step, share of attention weight that lay in what was attended
-        to), the mean over layers and heads.
-    """
-
-    text: Text
-    policy: SelectionPolicy
-    accepted: list[int] = field(default_factory=list)
-    read_shares: list[float] = field(default_factory=list)
-    covered: list[tuple[int, float]] = field(default_factory=list)
+# Most scores that a text's lanes have at a time in a verify pass.
+MAX_SCORES = 2**26
 
 
 class LabRun:
-    """Runs lanes in step, each at its own place in its text.
+    """Runs lanes in step, each at its own place in its text; all texts are of one stack.
 
     A lane's state between iterations is what the server keeps of a request: `seq_len` committed
     tokens, the next token (at position seq_len, not processed yet), and tables made at `base`.
+    Lengths are kept on the host too, so that an iteration waits for the device only at its ends.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         model: LabModel,
@@ -59,14 +43,37 @@ class LabRun:
         self.tables: list[list[torch.Tensor | None]] = [
             [None] * model.num_layers for _ in self.lanes
         ]
-        for index, lane in enumerate(self.lanes):
-            for layer in range(model.num_layers):
-                self._first_table(index, lane, layer)
+        # Of a group that reselects by tables, by its first lane and the layer.
+        self._padded_tables: dict[tuple[int, int], torch.Tensor] = {}
+        self._stack = lanes[0].text.stack
+        self._text_of = torch.tensor([lane.text.index for lane in lanes], device=model.device)
+        most = MAX_SCORES // (
+            (num_steps + 1) * lanes[0].text.last_queries.shape[1] * self._stack.keys.shape[2]
+        )
+        self._by_text = grouped(self.lanes, lambda lane: lane.text.index)
+        self._scored = grouped(
+            self.lanes,
+            lambda lane: lane.text.index if lane.policy.needs_scores else None,
+            max(most, 1),
+        )
+        self._reselecting = grouped(
+            self.lanes, lambda lane: id(lane.policy) if lane.policy.reselects else None
+        )
+        # Of those that reselect, only who makes tables is asked after a pass.
+        self._unscored = [
+            index
+            for index, lane in enumerate(lanes)
+            if not lane.policy.needs_scores
+            and (lane.policy.makes_tables or not lane.policy.reselects)
+        ]
+        for layer in range(model.num_layers):
+            self._first_tables(layer)
 
     @torch.inference_mode()
     def iterate(self, measure_coverage: bool) -> None:
         """One draft and verify round of every lane."""
-        self.lists.begin(self.lanes, self.bases, self.seq_lens)
+        self.lists.begin(self.bases, self.seq_lens)
+        self._starts = torch.tensor(self.seq_lens, device=self.model.device)
         wanted = self._text_tokens()
         drafts = self._draft(wanted, measure_coverage)
         accepted = (drafts[:, 1:] == wanted).long().cumprod(dim=1).sum(dim=1)
@@ -85,36 +92,34 @@ class LabRun:
     def _draft(self, wanted: torch.Tensor, measure_coverage: bool) -> torch.Tensor:
         """(num_lanes, num_steps + 1) int64: the last committed tokens and the drafts, where the
         texts have `wanted`, (num_lanes, num_steps)."""
-        device = self.model.device
-        tokens = [
-            torch.stack(
-                [lane.text.ids[at] for lane, at in zip(self.lanes, self.seq_lens, strict=True)]
-            )
-        ]
-        on_text = torch.ones(len(self.lanes), dtype=torch.bool, device=device)
-        reads = [0.0] * len(self.lanes)
+        tokens = [self._stack.ids[self._text_of, self._starts]]
+        on_text = torch.ones_like(tokens[0], dtype=torch.bool)
+        shares: list[torch.Tensor] = []
+        coverage: list[torch.Tensor] = []
         for step in range(self.num_steps):
-            coverage: list[torch.Tensor] = []
-            positions = torch.tensor(self.seq_lens, device=device) + step
+            of_layers: list[torch.Tensor] | None = [] if measure_coverage else None
 
-            def attend(layer, q, k, v, scale, step=step, coverage=coverage) -> torch.Tensor:
-                return self._attend_draft(
-                    layer, step, q, k, v, scale, coverage if measure_coverage else None
-                )
+            def attend(layer, q, k, v, scale, step=step, of_layers=of_layers) -> torch.Tensor:
+                return self._attend_draft(layer, step, q, k, v, scale, of_layers)
 
+            positions = self._starts + step
             logits = self.model.forward(tokens[-1][:, None], positions[:, None], attend)[:, -1]
             tokens.append(self._next_drafts(logits, wanted[:, step], step, on_text))
             on_text &= tokens[-1] == wanted[:, step]
-            for index, share in enumerate(self.lists.shares(step)):
-                reads[index] += share / self.num_steps
-            if coverage:
-                for lane, mean in zip(
-                    self.lanes, torch.stack(coverage).mean(dim=0).tolist(), strict=True
-                ):
-                    lane.covered.append((step, mean))
+            shares.append(self.lists.shares(step))
+            if of_layers:
+                coverage.append(torch.stack(of_layers).mean(dim=0))
+        self._note(torch.stack(shares, dim=1).mean(dim=1).tolist(), coverage)
+        return torch.stack(tokens, dim=1)
+
+    def _note(self, reads: list[float], coverage: list[torch.Tensor]) -> None:
+        """Keep what was seen of an iteration's drafts; `coverage` are (num_lanes,), one a step."""
         for lane, share, seq_len in zip(self.lanes, reads, self.seq_lens, strict=True):
             lane.read_shares.append(share + lane.policy.extra_reads(seq_len) / seq_len)
-        return torch.stack(tokens, dim=1)
+        if coverage:
+            of_lanes = torch.stack(coverage, dim=1).tolist()
+            for lane, of_steps in zip(self.lanes, of_lanes, strict=True):
+                lane.covered.extend(enumerate(of_steps))
 
     def _attend_draft(
         self,
@@ -127,67 +132,52 @@ class LabRun:
         coverage: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         self.lists.append(layer, step, k[:, 0], v[:, 0])
-        for index, lane in enumerate(self.lanes):
-            if not lane.policy.reselects:
-                continue
-            base = self.bases[index]
-            positions = lane.policy.select_step(
-                layer,
-                step,
-                q[index, 0],
-                lane.text.keys[layer, :base],
-                self.tables[index][layer],
-                scale,
-            )
-            if positions is not None:
-                self.lists.put(index, layer, lane.text, positions)
-        keys, values, mask = self.lists.attended(layer, step)
+        for group in self._reselecting:
+            self._reselect(group, layer, step, q[:, 0], scale)
         if coverage is not None:
-            coverage.append(self._coverage(layer, q[:, 0], keys, mask, scale))
-        output = scaled_dot_product_attention(
-            q.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=mask[:, None, None],
-            scale=scale,
-            enable_gqa=True,
-        )
-        return output.transpose(1, 2)
+            coverage.append(self._coverage(layer, q[:, 0], scale))
+        lists = self.lists
+        of_layer = (lists.keys[layer], lists.values[layer], lists.counts[layer])
+        return one_query_attention(q[:, 0], *of_layer, scale)[:, None]
 
-    def _coverage(
-        self, layer: int, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _reselect(
+        self, group: LaneGroup, layer: int, step: int, q: torch.Tensor, scale: float
+    ) -> None:
+        policy = self.lanes[group.lanes[0]].policy
+        bases = tuple(self.bases[index] for index in group.lanes)
+        if step == 0 and policy.makes_tables:
+            of_lanes = (self.tables[index][layer] for index in group.lanes)
+            made = [table for table in of_lanes if table is not None]
+            padded = pad_sequence(made, batch_first=True, padding_value=-1).long()
+            self._padded_tables[group.lanes[0], layer] = padded
+        tables = self._padded_tables.get((group.lanes[0], layer))
+        keys = self._stack.keys[layer, group.texts, : max(bases)]
+        positions = policy.select_step(layer, step, q[group.index], keys, bases, tables, scale)
+        if positions is not None:
+            self.lists.put(layer, group.index, positions)
+
+    def _coverage(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """(num_lanes,) float32: mean share of the heads' weight that the attended entries have."""
-        shares = []
-        recent = self.lists.num_recent
-        for index, lane in enumerate(self.lanes):
-            own = keys[index].transpose(0, 1)
-            visible = torch.tensor([len(own)], device=q.device)
-            listed = query_scores(q[index, None], own, visible, scale)[0]
-            listed = listed.masked_fill(~mask[index], float("-inf"))
-            base = self.bases[index]
-            before = query_scores(
-                q[index, None],
-                lane.text.keys[layer, :base],
-                torch.tensor([base], device=q.device),
-                scale,
-            )[0]
-            # Recent tokens are in the list only, those before them in both.
-            every = torch.cat([before, listed[:, :recent]], dim=1)
-            shares.append((listed.logsumexp(dim=1) - every.logsumexp(dim=1)).exp().mean())
-        return torch.stack(shares)
+        listed = self.lists.scores(layer, q, scale)
+        before = torch.empty_like(listed[..., 0])
+        for group in self._by_text:
+            text = self.lanes[group.lanes[0]].text
+            keys = text.keys[layer, : max(self.bases[index] for index in group.lanes)]
+            visible = self.lists.bases[group.index]
+            scores = query_scores(q[group.index], keys, visible, scale)
+            before[group.index] = scores.logsumexp(dim=-1)
+        # Recent tokens are in the list only, those before them in both.
+        recent = listed[..., : self.lists.num_recent].logsumexp(dim=-1)
+        every = torch.logaddexp(before, recent)
+        return (listed.logsumexp(dim=-1) - every).exp().mean(dim=1)
 
     def _next_drafts(
         self, logits: torch.Tensor, wanted: torch.Tensor, step: int, on_text: torch.Tensor
     ) -> torch.Tensor:
         """(num_lanes,) int64. Behind its first rejection a lane drafts on by itself, for what the
         pass's last query will be."""
-        at = [
-            seq_len + step + 1 - lane.text.prompt_len
-            for lane, seq_len in zip(self.lanes, self.seq_lens, strict=True)
-        ]
-        target = torch.stack([lane.text.logits[i] for lane, i in zip(self.lanes, at, strict=True)])
-        coins = torch.stack([lane.text.coins[i] for lane, i in zip(self.lanes, at, strict=True)])
+        at = self._starts + step + 1 - self._stack.prompt_lens[self._text_of]
+        target, coins = (x[self._text_of, at] for x in (self._stack.logits, self._stack.coins))
         coupled = self.sampling.couple(logits, target, wanted, coins, self.generator)
         if self.sampling.is_greedy:
             return coupled
@@ -195,88 +185,106 @@ class LabRun:
 
     def _text_tokens(self) -> torch.Tensor:
         """(num_lanes, num_steps) int64: what the texts say where this iteration drafts."""
-        return torch.stack(
-            [
-                lane.text.ids[seq_len + 1 : seq_len + 1 + self.num_steps]
-                for lane, seq_len in zip(self.lanes, self.seq_lens, strict=True)
-            ]
-        )
+        behind = torch.arange(1, self.num_steps + 1, device=self.model.device)
+        return self._stack.ids[self._text_of[:, None], self._starts[:, None] + behind]
 
     # ---- verification ----
 
     def _verify(self, drafts: torch.Tensor) -> None:
         """Make the next tables: from a pass over the drafts where a policy wants scores."""
-        for index, lane in enumerate(self.lanes):
-            if not lane.policy.needs_scores:
-                for layer in range(self.model.num_layers):
-                    self._select(index, layer, None, self.seq_lens[index])
-        scored = [i for i, lane in enumerate(self.lanes) if lane.policy.needs_scores]
-        if not scored:
+        for layer in range(self.model.num_layers):
+            self._list(layer, self._select_unscored(layer, self.seq_lens))
+        if not self._scored:
             return
+        index = torch.cat([group.index for group in self._scored])
+        sizes = [len(group.lanes) for group in self._scored]
+        starts = self._starts[index]
 
         def attend(layer, q, k, v, scale) -> torch.Tensor:
-            outputs = [
-                self._attend_verify(index, layer, q[i], k[i], v[i], scale)
-                for i, index in enumerate(scored)
-            ]
-            return torch.stack(outputs)
+            parts = (x.split(sizes) for x in (q, k, v, starts))
+            outputs: list[torch.Tensor] = []
+            listed: dict[int, torch.Tensor] = {}
+            for group, *part in zip(self._scored, *parts, strict=True):
+                output, of_group = self._attend_verify(group, layer, *part, scale=scale)
+                outputs.append(output)
+                listed |= of_group
+            self._list(layer, listed)
+            return torch.cat(outputs)
 
-        starts = torch.tensor([self.seq_lens[i] for i in scored], device=drafts.device)
         positions = starts[:, None] + torch.arange(drafts.shape[1], device=drafts.device)
-        self.model.forward(drafts[scored], positions, attend)
+        self.model.forward(drafts[index], positions, attend)
 
     def _attend_verify(
         self,
-        index: int,
+        group: LaneGroup,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        starts: torch.Tensor,
         scale: float,
-    ) -> torch.Tensor:
-        """One lane's pass over all KV: the text's, and that of its drafts."""
-        lane, seq_len, width = self.lanes[index], self.seq_lens[index], len(q)
-        device = q.device
-        before = query_scores(
-            q,
-            lane.text.keys[layer, :seq_len],
-            torch.full((width,), seq_len, device=device),
-            scale,
-        )
-        own = query_scores(q, k, torch.arange(1, width + 1, device=device), scale)
-        scores = torch.cat([before, own], dim=-1)
-        picked = lane.policy.collects.places(width, lane.accepted[-1])
-        self._select(index, layer, scores[picked], seq_len)
-        weights = scores.softmax(dim=-1).to(v.dtype)
-        values = torch.cat([lane.text.values[layer, :seq_len], v])
-        group = q.shape[1] // v.shape[1]
-        by_head = weights.unflatten(1, (-1, group)).permute(1, 0, 2, 3).flatten(1, 2)
-        output = by_head @ values.transpose(0, 1)  # (kv_heads, width * group, head_dim)
-        return output.unflatten(1, (width, group)).transpose(0, 1).flatten(1, 2)
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The pass of one text's lanes over all KV, the text's and that of each one's drafts:
+        output, and what `_select` says."""
+        text, width = self.lanes[group.lanes[0]].text, q.shape[1]
+        end = max(self.seq_lens[index] for index in group.lanes) + width
+        keys, values = text.keys[layer, :end], text.values[layer, :end]
+        output, scores = attend_along(q, k, v, keys, values, starts, scale)
+        collected = []
+        for of_lane, index in zip(scores, group.lanes, strict=True):
+            lane = self.lanes[index]
+            picked = lane.policy.collects.places(width, lane.accepted[-1])
+            # Any kind's are evenly spaced; a list as an index would wait for the device.
+            spacing = picked[1] - picked[0] if len(picked) > 1 else 1
+            of_queries = of_lane[picked[0] : picked[-1] + 1 : spacing]
+            collected.append(of_queries[..., : self.seq_lens[index] + width])
+        return output, self._select(layer, group.lanes, collected, self.seq_lens)
 
-    def _first_table(self, index: int, lane: Lane, layer: int) -> None:
-        """As after a prefill: from the prompt's last query."""
-        scores, prompt_len = None, lane.text.prompt_len
-        if lane.policy.needs_scores:
-            scores = query_scores(
-                lane.text.last_queries[None, layer],
-                lane.text.keys[layer, :prompt_len],
-                torch.tensor([prompt_len], device=self.model.device),
-                lane.text.scale,
-            )
-        self._select(index, layer, scores, prompt_len)
+    def _first_tables(self, layer: int) -> None:
+        """As after a prefill: from each prompt's last query."""
+        prompt_lens = [lane.text.prompt_len for lane in self.lanes]
+        listed = self._select_unscored(layer, prompt_lens)
+        for group in self._scored:
+            text = self.lanes[group.lanes[0]].text
+            visible = text.stack.prompt_lens[text.index, None]
+            keys = text.keys[layer, : text.prompt_len]
+            scores = query_scores(text.last_queries[None, layer], keys, visible, text.scale)
+            listed |= self._select(layer, group.lanes, [scores] * len(group.lanes), prompt_lens)
+        self._list(layer, listed)
 
-    def _select(self, index: int, layer: int, scores: torch.Tensor | None, seq_len: int) -> None:
-        policy, text = self.lanes[index].policy, self.lanes[index].text
-        if policy.makes_tables:
-            if policy.config.budget(seq_len) >= seq_len:
-                scores = None
-            positions = policy.select(layer, scores, seq_len, self.model.device)
-            self.tables[index][layer] = positions
-        else:
-            positions = torch.arange(seq_len, device=self.model.device)
-        if not policy.reselects:
-            self.lists.put(index, layer, text, positions)
+    def _select_unscored(self, layer: int, seq_lens: Sequence[int]) -> dict[int, torch.Tensor]:
+        return self._select(layer, self._unscored, [None] * len(self._unscored), seq_lens)
+
+    def _select(
+        self,
+        layer: int,
+        lanes: Sequence[int],
+        scores: Sequence[torch.Tensor | None],
+        seq_lens: Sequence[int],
+    ) -> dict[int, torch.Tensor]:
+        """Make the tables of `lanes`; `scores` are one a lane, `seq_lens` of all lanes.
+
+        Returns:
+            Of each lane that attends to them until the next pass, (k,) positions.
+        """
+        listed: dict[int, torch.Tensor] = {}
+        for index, of_lane in zip(lanes, scores, strict=True):
+            policy, seq_len = self.lanes[index].policy, seq_lens[index]
+            if policy.makes_tables:
+                within = policy.config.budget(seq_len) >= seq_len
+                positions = policy.select(
+                    layer, None if within else of_lane, seq_len, self.model.device
+                )
+                self.tables[index][layer] = positions
+            else:
+                positions = torch.arange(seq_len, device=self.model.device)
+            if not policy.reselects:
+                listed[index] = positions
+        return listed
+
+    def _list(self, layer: int, listed: dict[int, torch.Tensor]) -> None:
+        if listed:
+            self.lists.put_each(layer, [*listed], [*listed.values()])
 
 
 def run_lanes(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from sgl_vegas.attention.torch_reference import query_scores
+from sgl_vegas.config import VegasConfig
 from sgl_vegas.selection.policy import SelectionPolicy
 
 
@@ -18,17 +20,37 @@ class OraclePolicy(SelectionPolicy):
     makes_tables = False
     reselects = True
 
+    def __init__(self, config: VegasConfig) -> None:
+        super().__init__(config)
+        # The same for all layers and steps of a round of drafts.
+        self._limits_of = functools.lru_cache(maxsize=1)(self._limits)
+
     def select_step(
         self,
         layer: int,
         step: int,
         q: torch.Tensor,
         keys: torch.Tensor,
-        table: torch.Tensor | None,
+        seq_lens: tuple[int, ...],
+        tables: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        kv_len, num_kv_heads, _ = keys.shape
-        visible = torch.tensor([kv_len], device=q.device)
-        weights = query_scores(q[None], keys, visible, scale)[0].softmax(dim=-1)
-        of_kv_heads = weights.view(num_kv_heads, -1, kv_len).mean(dim=1)
-        return of_kv_heads.topk(self.config.budget(kv_len), sorted=False).indices
+        lens, budgets = self._limits_of(seq_lens, q.device)
+        hidden = torch.arange(keys.shape[1], device=q.device) >= lens
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        queries = q.to(dtype).unflatten(1, (keys.shape[2], -1))
+        logits = queries @ keys.to(dtype).permute(0, 2, 3, 1) * scale
+        weights = logits.masked_fill_(hidden[:, None], float("-inf")).softmax(dim=-1).mean(dim=2)
+        # Below any weight that underflowed to 0.
+        weights = weights.masked_fill_(hidden, -1.0)
+        chosen = weights.topk(max(map(self.config.budget, seq_lens))).indices
+        surplus = torch.arange(chosen.shape[-1], device=q.device) >= budgets
+        return chosen.masked_fill_(surplus, -1)
+
+    def _limits(
+        self, seq_lens: tuple[int, ...], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(batch_size, 1, 1) int64 each: lengths and budgets."""
+        budgets = [self.config.budget(seq_len) for seq_len in seq_lens]
+        lens, limits = torch.tensor([seq_lens, budgets], device=device)[..., None, None]
+        return lens, limits

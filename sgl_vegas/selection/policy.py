@@ -33,10 +33,11 @@ class Collected(enum.Enum):
 
 
 class SelectionPolicy:
-    """Chooses positions for one request and one attention layer.
+    """Chooses positions for one attention layer.
 
-    A table is made after a prefill or verify pass (`select`) and held for the drafts that follow;
-    a policy that `reselects` is asked at every draft step too (`select_step`).
+    A table is made for one request after a prefill or verify pass (`select`) and held for the
+    drafts that follow; a policy that `reselects` is asked at every draft step too, for a batch of
+    requests (`select_step`). One instance serves all requests.
     """
 
     #: Whose scores `select` reads.
@@ -56,6 +57,10 @@ class SelectionPolicy:
     @property
     def needs_scores(self) -> bool:
         return self.collects is not Collected.NOTHING
+
+    def table_size(self, seq_len: int) -> int:
+        """Most positions that `select` chooses of `seq_len`."""
+        return self.config.budget(seq_len)
 
     def extra_reads(self, seq_len: int) -> float:
         """What a draft step reads to choose, in KV entries, beside those that it attends to; the
@@ -87,23 +92,33 @@ class SelectionPolicy:
         step: int,
         q: torch.Tensor,
         keys: torch.Tensor,
-        table: torch.Tensor | None,
+        seq_lens: tuple[int, ...],
+        tables: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
-        """Select again in mid-draft, by the step's own query; called if the policy `reselects`.
+        """Select again in mid-draft, by the step's own queries; called if the policy `reselects`.
+
+        Called for some requests at once, not always the same ones, so that what a policy remembers
+        of a request from `select` must be in its table.
 
         Args:
             layer: index of the attention layer.
             step: of the draft, from 0.
-            q: (num_heads, head_dim), the step's query.
-            keys: (seq_len, num_kv_heads, head_dim), those of the positions to choose from. What the
-                policy looks at of them is for `extra_reads` to say.
-            table: (n,) int64, what `select` chose; None if the policy makes no tables.
+            q: (batch_size, num_heads, head_dim), the step's query of each request.
+            keys: (batch_size, n, num_kv_heads, head_dim), those of the positions to choose from,
+                n at least the longest of `seq_lens`; what lies behind a request's own is finite and
+                doesn't count. What the policy looks at of them is for `extra_reads` to say.
+            seq_lens: of each request, the number of positions to choose from, at least 1; the same
+                for all layers and steps of a round of drafts.
+            tables: (batch_size, m) int64, what `select` chose, each padded with -1 at its end; None
+                if the policy makes no tables.
             scale: factor of the logits.
 
         Returns:
-            Positions in `[0, seq_len)`: (k,) integer for all KV heads, or (num_kv_heads, k) for
-            each. None to attend to what the step before did; not at step 0.
+            Positions in `[0, seq_len)` of each request: (batch_size, k) integer for all KV heads,
+            or (batch_size, num_kv_heads, k) for each, k at most the largest of the budgets.
+            -1 where a request has fewer; the same entries of all its heads. None to attend to what
+            the step before did; not at step 0.
         """
         raise NotImplementedError
 
@@ -119,11 +134,13 @@ def build_policy(config: VegasConfig) -> SelectionPolicy:
     from sgl_vegas.selection.last_accepted import LastAcceptedPolicy
     from sgl_vegas.selection.oracle import OraclePolicy
     from sgl_vegas.selection.quest import QuestPolicy
+    from sgl_vegas.selection.refresh import RefreshPolicy
     from sgl_vegas.selection.streaming import StreamingPolicy
     from sgl_vegas.selection.vegas import VegasPolicy
 
     shipped: dict[str, type[SelectionPolicy]] = {
         "vegas": VegasPolicy,
+        "vegas-refresh": RefreshPolicy,
         "streaming": StreamingPolicy,
         "quest": QuestPolicy,
         "last-accepted": LastAcceptedPolicy,

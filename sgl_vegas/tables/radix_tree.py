@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sgl_vegas.config import VegasConfig
+from sgl_vegas.selection.policy import SelectionPolicy
 from sgl_vegas.sglang_compat import BasePrefixCache, python_tree_problem
 from sgl_vegas.tables.prefix_tables import PrefixTables
 
@@ -60,12 +60,13 @@ def warn_not_kept(why: str) -> None:
     )
 
 
-def keep_tables(tree: BasePrefixCache, tables: PrefixTables, config: VegasConfig) -> bool:
-    """Have `tree` store requests' tables in `tables` from now on.
+def keep_tables(tree: BasePrefixCache, tables: PrefixTables, policy: SelectionPolicy) -> bool:
+    """Have `tree` store requests' tables, which `policy` makes, in `tables` from now on.
 
     Returns False, and says why in the log, where the tree can't: drafts then start from the
     prompt's last query.
     """
+    config = policy.config
     problem = python_tree_problem(tree)
     if problem is not None:
         warn_not_kept(problem)
@@ -76,7 +77,7 @@ def keep_tables(tree: BasePrefixCache, tables: PrefixTables, config: VegasConfig
         if node is None or config.budget(length) >= length:
             return
         # Under overlap the tables may be an iteration newer than what is cached.
-        tables.store(node, row, length, config.budget(length + config.num_draft_tokens))
+        tables.store(node, row, length, policy.table_size(length + config.num_draft_tokens))
 
     tree.__class__ = _keeping_class(type(tree), store)
     return True

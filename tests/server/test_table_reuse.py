@@ -19,7 +19,7 @@ pytestmark = pytest.mark.server
 
 COUNTED = ("hits", "misses", "stores", "evictions")
 MIXED_TRAFFIC_S = 30.0
-MIXED_TRAFFIC_ANSWERS = 40
+MIXED_TRAFFIC_ANSWERS = 16
 NOT_KEPT = "VEGAS keeps no tables in the prefix cache"
 
 
@@ -148,7 +148,7 @@ def test_mixed_traffic(
 ) -> None:
     """The short form of benchmark/soak.py."""
     server_slot.stop()
-    some = mixed_traffic.make_requests(tokenizer)
+    some = mixed_traffic.make_requests(tokenizer)[::2]
     with launch_server(
         model_path,
         algorithm="VEGAS",

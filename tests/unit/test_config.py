@@ -12,7 +12,7 @@ from sgl_vegas.config import VegasConfig, add_flags, env_name, export_flags, fla
 
 SETTINGS = (
     *("sparsity_ratio", "min_tokens", "max_tokens", "policy", "score_mode"),
-    *("speculate_above", "first_table", "table_cache_gb"),
+    *("speculate_above", "first_table", "table_cache_gb", "key_basis"),
 )
 FLAGS = tuple(f"--vegas-{name.replace('_', '-')}" for name in SETTINGS)
 
@@ -138,11 +138,11 @@ def test_given_flags_go_to_the_environment_and_others_do_not() -> None:
 @pytest.mark.usefixtures("clean_env")
 def test_every_flag_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_VEGAS_MIN_TOKENS", "7")  # a flag wins over the environment
-    values = ("0.5", "16", "none", "package.module:Class", "logit", "100", "prompt", "0.25")
+    values = ("0.5", "16", "none", "package.module:Class", "logit", "100", "prompt", "0.25", "k")
     line = [text for pair in zip(FLAGS, values, strict=True) for text in pair]
     export_flags(parser().parse_args(line))
     assert VegasConfig.from_env(num_steps=3) == VegasConfig(
-        3, 0.5, 16, None, "package.module:Class", "logit", 100, "prompt", 0.25
+        3, 0.5, 16, None, "package.module:Class", "logit", 100, "prompt", 0.25, "k"
     )
 
 
@@ -156,7 +156,7 @@ def test_a_namespace_without_our_flags_exports_nothing() -> None:
 def test_help_tells_each_flags_default_and_variable() -> None:
     text = " ".join(parser().format_help().split())
     assert "--speculative-algorithm VEGAS" in text
-    defaults = ("0.07", "256", "None", "vegas", "weight", "None", "cached", "None")
+    defaults = ("0.07", "256", "None", "vegas", "weight", "None", "cached", "None", "None")
     for name, flag, default in zip(SETTINGS, FLAGS, defaults, strict=True):
         assert flag_name(name) == flag
         assert flag in text

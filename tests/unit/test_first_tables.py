@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_vegas.config import VegasConfig
+from sgl_vegas.selection.policy import build_policy
 from sgl_vegas.tables.first_tables import FirstTables
 from sgl_vegas.tables.prefix_tables import PrefixTables
 from sgl_vegas.tables.radix_tree import keep_tables
@@ -32,7 +33,7 @@ class World:
         self.tables = RequestTables(LAYERS, 8, WIDTH, "cpu")
         self.prefixes = PrefixTables(self.tables, 8)
         self.first = FirstTables(self.config, self.tables, self.prefixes)
-        self.first.connected = keep_tables(self.tree, self.prefixes, self.config)
+        self.first.connected = keep_tables(self.tree, self.prefixes, build_policy(self.config))
         key = RadixKey(array("q", range(PREFIX)), None)
         inserted = self.tree.insert(InsertParams(key=key, value=torch.arange(PREFIX)))
         self.node = inserted.last_device_node
@@ -249,8 +250,8 @@ def test_prompt_asks_no_prefix() -> None:
 def test_trees_that_cannot_keep_tables_say_why(caplog: pytest.LogCaptureFixture) -> None:
     tree: Any = SimpleNamespace(disable=False)
     world = World()
-    assert keep_tables(tree, world.prefixes, world.config) is False
+    assert keep_tables(tree, world.prefixes, build_policy(world.config)) is False
     assert "SimpleNamespace" in caplog.text
     off = RadixCache.create_simulated(disable=True)
-    assert keep_tables(off, world.prefixes, world.config) is False
+    assert keep_tables(off, world.prefixes, build_policy(world.config)) is False
     assert "switched off" in caplog.text

@@ -356,8 +356,36 @@ def test_rivals_that_select_at_every_draft_step(policy: str, positions_of) -> No
                     torch.testing.assert_close(got[i, h].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ratio", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize(
+    ("policy", "positions_of"), [("quest", quest_positions), ("oracle", oracle_positions)]
+)
+def test_a_padded_batch_is_selected_from_request_by_request(
+    policy: str, positions_of, ratio: float
+) -> None:
+    lens = (90, 5, 33, 160, 16, 200)
+    config = VegasConfig(sparsity_ratio=ratio, min_tokens=4, policy=policy)
+    generator = torch.Generator().manual_seed(18)
+    built = build_policy(config)
+    for layer in range(NUM_LAYERS):
+        q = torch.randn(len(lens), HEADS, DIM, generator=generator) * 2
+        keys = torch.randn(len(lens), 210, KV_HEADS, DIM, generator=generator)
+        for of_request, length in zip(keys, lens, strict=True):
+            of_request[length:] = 9.0
+        got = built.select_step(layer, 0, q, keys, lens, None, SCALE)
+        assert got is not None
+        assert got.shape[-1] <= config.budget(max(lens))
+        if got.dim() == 2:
+            got = got[:, None].expand(-1, KV_HEADS, -1)
+        for i, length in enumerate(lens):
+            assert bool(((got[i] < 0) == (got[i, 0] < 0)).all())
+            for kv_head in range(KV_HEADS):
+                expected = positions_of(q[i], keys[i, :length], kv_head, config.budget(length))
+                assert sorted(x for x in got[i, kv_head].tolist() if x >= 0) == sorted(expected)
+
+
 class EveryOtherStep(SelectionPolicy):
-    """Attends to one entry of its table, another one at every second step."""
+    """Attends to one entry of its table, another one at every second step; pads what it says."""
 
     reselects = True
 
@@ -366,11 +394,12 @@ class EveryOtherStep(SelectionPolicy):
     ) -> torch.Tensor:
         return torch.arange(seq_len - 8, seq_len, device=device)
 
-    def select_step(self, layer, step, q, keys, table, scale) -> torch.Tensor | None:
+    def select_step(self, layer, step, q, keys, seq_lens, tables, scale) -> torch.Tensor | None:
         if step % 2:
             return None
-        assert table is not None
-        return table[step + layer : step + layer + 1]
+        assert tables is not None
+        padding = torch.full((len(tables), 3), -1)
+        return torch.cat([tables[:, step + layer : step + layer + 1], padding], dim=1)
 
 
 def test_a_policy_may_keep_what_it_selected() -> None:

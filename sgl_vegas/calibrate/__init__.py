@@ -1,0 +1,1 @@
+"""Fits a key basis to a model."""
