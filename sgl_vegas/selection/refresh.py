@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -38,6 +39,8 @@ class RefreshPolicy(SelectionPolicy):
                 "`python -m sgl_vegas.calibrate` writes."
             )
         self._basis = load_basis(config.key_basis)
+        # The same for all layers and steps of a round of drafts.
+        self._wanted_of = functools.lru_cache(maxsize=1)(self._wanted)
 
     def attended(self, seq_len: int) -> int:
         """How many selected positions a draft step attends to; all of a short context."""
@@ -82,10 +85,14 @@ class RefreshPolicy(SelectionPolicy):
         queries = self._basis.project(layer, q.unflatten(1, (keys.shape[2], -1)))
         logits = (queries @ coded.permute(0, 2, 3, 1)).flatten(1, 2) * scale
         weights = logits.masked_fill(surplus[:, None], float("-inf")).softmax(dim=-1).mean(dim=1)
-        wanted = [self.attended(seq_len) for seq_len in seq_lens]
+        wanted = self._wanted_of(seq_lens, q.device)
+        most = min(max(map(self.attended, seq_lens)), tables.shape[1])
         # Padding comes last, below any weight that underflowed to 0.
-        best = weights.masked_fill(surplus, -1.0).topk(min(max(wanted), tables.shape[1])).indices
-        beyond = torch.arange(best.shape[1], device=q.device) >= torch.tensor(
-            wanted, device=q.device
-        ).unsqueeze(1)
+        best = weights.masked_fill(surplus, -1.0).topk(most).indices
+        beyond = torch.arange(most, device=q.device) >= wanted
         return tables.gather(1, best).masked_fill(beyond, -1)
+
+    def _wanted(self, seq_lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """(batch_size, 1) int64: how many positions each request attends to."""
+        counts = [self.attended(seq_len) for seq_len in seq_lens]
+        return torch.tensor(counts, device=device).unsqueeze(1)
