@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_vegas.key_codes.basis import fit_basis
 from sgl_vegas.key_codes.moments import Moments
@@ -21,6 +20,7 @@ from sgl_vegas.key_codes.texts import calibration_prompts
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.progress import Bar
 from sgl_vegas.lab.prompts import Prompts, load_prompts
+from sgl_vegas.lab.text import causal_attention
 
 DEFAULT_BITS = 64
 # At which each text is read.
@@ -71,10 +71,7 @@ def _add_text(model: LabModel, ids: list[int], start: int, moments: Moments) -> 
 
     def attend(layer, q, k, v, scale) -> torch.Tensor:
         moments.add(layer, q[0], k[0])
-        output = scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
-        )
-        return output.transpose(1, 2)
+        return causal_attention(q, k, v, scale)
 
     tokens = torch.tensor(ids, device=model.device)
     positions = torch.arange(start, start + len(ids), device=model.device)

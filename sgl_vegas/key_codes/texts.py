@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from typing import Any
 
 from sgl_vegas.lab.prompts import Prompts, asked_ids, code, plain_ids
@@ -44,5 +43,4 @@ def _documentation() -> str:
 
 
 def _numbers() -> str:
-    lines = itertools.islice(itertools.count(1), 2000)
-    return "\n".join(f"{n} squared is {n * n}; {n} cubed is {n**3}." for n in lines)
+    return "\n".join(f"{n} squared is {n * n}; {n} cubed is {n**3}." for n in range(1, 2001))

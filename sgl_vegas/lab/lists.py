@@ -85,6 +85,7 @@ class AttendedLists:
         keys, values: (num_layers, num_lanes, num_kv_heads, n, head_dim).
         counts: (num_layers, num_lanes, num_kv_heads, n) bool, which of them are entries.
         bases: (num_lanes,) int64, where each lane's recent tokens begin.
+        texts: (num_lanes,) int64, the index of each lane's text.
     """
 
     def __init__(self, model: LabModel, lanes: Sequence[Lane], num_steps: int) -> None:
@@ -97,7 +98,7 @@ class AttendedLists:
         self.keys = torch.zeros((*shape, model.head_dim), dtype=model.dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.counts = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._texts = torch.tensor([lane.text.index for lane in lanes], device=device)
+        self.texts = torch.tensor([lane.text.index for lane in lanes], device=device)
         self._every = torch.arange(len(lanes), device=device)
         self._heads = torch.arange(model.num_kv_heads, device=device)[:, None]
         # The lengths are the same for all layers of a pass.
@@ -110,7 +111,7 @@ class AttendedLists:
         within = torch.arange(self._most_committed, device=self.keys.device)
         # What lies behind seq_len doesn't count yet, whatever it is.
         positions = (self.bases[:, None] + within).clamp(max=self._stack.keys.shape[2] - 1)
-        texts = self._texts[:, None]
+        texts = self.texts[:, None]
         for ours, theirs in ((self.keys, self._stack.keys), (self.values, self._stack.values)):
             ours[:, :, :, : len(within)] = theirs[:, texts, positions].transpose(2, 3)
         places = torch.arange(self.num_recent, device=self.keys.device)
@@ -126,7 +127,7 @@ class AttendedLists:
         if positions.dim() == 2:
             positions = positions[:, None].expand(-1, len(self._heads), -1)
         at = positions.clamp(min=0)
-        texts = self._texts[lanes][:, None, None]
+        texts = self.texts[lanes][:, None, None]
         start, end = self.num_recent, self.num_recent + positions.shape[-1]
         for ours, theirs in ((self.keys, self._stack.keys), (self.values, self._stack.values)):
             ours[layer, :, :, start:end][lanes] = theirs[layer][texts, at, self._heads]

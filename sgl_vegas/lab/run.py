@@ -46,7 +46,6 @@ class LabRun:
         # Of a group that reselects by tables, by its first lane and the layer.
         self._padded_tables: dict[tuple[int, int], torch.Tensor] = {}
         self._stack = lanes[0].text.stack
-        self._text_of = torch.tensor([lane.text.index for lane in lanes], device=model.device)
         most = MAX_SCORES // (
             (num_steps + 1) * lanes[0].text.last_queries.shape[1] * self._stack.keys.shape[2]
         )
@@ -92,7 +91,7 @@ class LabRun:
     def _draft(self, wanted: torch.Tensor, measure_coverage: bool) -> torch.Tensor:
         """(num_lanes, num_steps + 1) int64: the last committed tokens and the drafts, where the
         texts have `wanted`, (num_lanes, num_steps)."""
-        tokens = [self._stack.ids[self._text_of, self._starts]]
+        tokens = [self._stack.ids[self.lists.texts, self._starts]]
         on_text = torch.ones_like(tokens[0], dtype=torch.bool)
         shares: list[torch.Tensor] = []
         coverage: list[torch.Tensor] = []
@@ -176,8 +175,8 @@ class LabRun:
     ) -> torch.Tensor:
         """(num_lanes,) int64. Behind its first rejection a lane drafts on by itself, for what the
         pass's last query will be."""
-        at = self._starts + step + 1 - self._stack.prompt_lens[self._text_of]
-        target, coins = (x[self._text_of, at] for x in (self._stack.logits, self._stack.coins))
+        at = self._starts + step + 1 - self._stack.prompt_lens[self.lists.texts]
+        target, coins = (x[self.lists.texts, at] for x in (self._stack.logits, self._stack.coins))
         coupled = self.sampling.couple(logits, target, wanted, coins, self.generator)
         if self.sampling.is_greedy:
             return coupled
@@ -186,7 +185,7 @@ class LabRun:
     def _text_tokens(self) -> torch.Tensor:
         """(num_lanes, num_steps) int64: what the texts say where this iteration drafts."""
         behind = torch.arange(1, self.num_steps + 1, device=self.model.device)
-        return self._stack.ids[self._text_of[:, None], self._starts[:, None] + behind]
+        return self._stack.ids[self.lists.texts[:, None], self._starts[:, None] + behind]
 
     # ---- verification ----
 

@@ -126,6 +126,15 @@ def write_texts(
     ]
 
 
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of whole texts, as an `Attend` of the model gets them, and shaped like `q`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2)
+
+
 def one_query_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -209,10 +218,7 @@ def _prefill(
         keys[layer, :prompt_len], values[layer, :prompt_len] = k[0], v[0]
         last_queries.append(q[0, -1].clone())  # not all of q kept alive
         scales.add(scale)
-        output = scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
-        )
-        return output.transpose(1, 2)
+        return causal_attention(q, k, v, scale)
 
     positions = torch.arange(prompt_len, device=ids.device)
     logits = model.forward(ids[None], positions[None], attend)

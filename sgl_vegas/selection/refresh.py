@@ -9,14 +9,14 @@ import torch
 
 from sgl_vegas.config import VegasConfig
 from sgl_vegas.key_codes.basis import load_basis
-from sgl_vegas.selection.policy import Collected, SelectionPolicy
-from sgl_vegas.selection.scoring import rank_values
+from sgl_vegas.selection.policy import Collected
+from sgl_vegas.selection.ranked import RankedPolicy
 
 # Candidates that verification leaves, a time those that a draft step attends to.
 CANDIDATES = 4
 
 
-class RefreshPolicy(SelectionPolicy):
+class RefreshPolicy(RankedPolicy):
     """Verification chooses four times as many candidates as drafts attend to; every draft step
     ranks them by its own query and the codes of `--vegas-key-basis`, one list a layer.
 
@@ -56,15 +56,6 @@ class RefreshPolicy(SelectionPolicy):
         if self.config.budget(seq_len) == seq_len:
             return 0.0
         return self.table_size(seq_len) * self._basis.share_of_entry
-
-    def select(
-        self, layer: int, scores: torch.Tensor | None, seq_len: int, device: torch.device
-    ) -> torch.Tensor:
-        if self.config.budget(seq_len) == seq_len:
-            return torch.arange(seq_len, device=device)
-        assert scores is not None
-        values = rank_values(scores, seq_len, self.config.score_mode)
-        return values.topk(self.table_size(seq_len), sorted=False).indices
 
     def select_step(
         self,
