@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from sgl_vegas.lab.lists import AttendedLists, Lane, LaneGroup, grouped
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.sampling import Sampling
 from sgl_vegas.lab.text import attend_along, one_query_attention
+from sgl_vegas.selection.ranked import RankedPolicy
 
 # Most scores that a text's lanes have at a time in a verify pass.
 MAX_SCORES = 2**26
@@ -52,7 +54,7 @@ class LabRun:
         self._by_text = grouped(self.lanes, lambda lane: lane.text.index)
         self._scored = grouped(
             self.lanes,
-            lambda lane: lane.text.index if lane.policy.needs_scores else None,
+            lambda lane: (lane.text.index, _is_ranked(lane)) if lane.policy.needs_scores else None,
             max(most, 1),
         )
         self._reselecting = grouped(
@@ -65,6 +67,8 @@ class LabRun:
             if not lane.policy.needs_scores
             and (lane.policy.makes_tables or not lane.policy.reselects)
         ]
+        # The same for all layers of a pass.
+        self._lens_of = functools.lru_cache(maxsize=len(self._scored) or 1)(self._device_lens)
         for layer in range(model.num_layers):
             self._first_tables(layer)
 
@@ -195,6 +199,7 @@ class LabRun:
             self._list(layer, self._select_unscored(layer, self.seq_lens))
         if not self._scored:
             return
+        shares = self._query_shares(drafts.shape[1])
         index = torch.cat([group.index for group in self._scored])
         sizes = [len(group.lanes) for group in self._scored]
         starts = self._starts[index]
@@ -204,9 +209,9 @@ class LabRun:
             outputs: list[torch.Tensor] = []
             listed: dict[int, torch.Tensor] = {}
             for group, *part in zip(self._scored, *parts, strict=True):
-                output, of_group = self._attend_verify(group, layer, *part, scale=scale)
+                output, scores = self._attend_verify(group, layer, *part, scale=scale)
                 outputs.append(output)
-                listed |= of_group
+                listed |= self._select_scored(group, layer, scores, shares)
             self._list(layer, listed)
             return torch.cat(outputs)
 
@@ -222,13 +227,30 @@ class LabRun:
         v: torch.Tensor,
         starts: torch.Tensor,
         scale: float,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The pass of one text's lanes over all KV, the text's and that of each one's drafts:
-        output, and what `_select` says."""
+        output and scores, as `attend_along` has them."""
         text, width = self.lanes[group.lanes[0]].text, q.shape[1]
         end = max(self.seq_lens[index] for index in group.lanes) + width
         keys, values = text.keys[layer, :end], text.values[layer, :end]
-        output, scores = attend_along(q, k, v, keys, values, starts, scale)
+        return attend_along(q, k, v, keys, values, starts, scale)
+
+    def _query_shares(self, width: int) -> torch.Tensor:
+        """(num_lanes, width) float32: what each of a pass's queries counts in its lane's ranking;
+        0 if it isn't collected."""
+        shares = torch.zeros(len(self.lanes), width)
+        for of_lane, lane in zip(shares, self.lanes, strict=True):
+            picked = lane.policy.collects.places(width, lane.accepted[-1])
+            of_lane[picked] = 1 / max(len(picked), 1)
+        return shares.to(self.model.device)
+
+    def _select_scored(
+        self, group: LaneGroup, layer: int, scores: torch.Tensor, shares: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """As `_select`, of a group's `scores`, (m, width, num_heads, n)."""
+        if _is_ranked(self.lanes[group.lanes[0]]):
+            return self._rank(group, layer, scores, shares[group.index], self.seq_lens)
+        width = scores.shape[1]
         collected = []
         for of_lane, index in zip(scores, group.lanes, strict=True):
             lane = self.lanes[index]
@@ -237,7 +259,31 @@ class LabRun:
             spacing = picked[1] - picked[0] if len(picked) > 1 else 1
             of_queries = of_lane[picked[0] : picked[-1] + 1 : spacing]
             collected.append(of_queries[..., : self.seq_lens[index] + width])
-        return output, self._select(layer, group.lanes, collected, self.seq_lens)
+        return self._select(layer, group.lanes, collected, self.seq_lens)
+
+    def _rank(
+        self,
+        group: LaneGroup,
+        layer: int,
+        scores: torch.Tensor,
+        shares: torch.Tensor,
+        seq_lens: Sequence[int],
+    ) -> dict[int, torch.Tensor]:
+        """What `RankedPolicy.select` does, for a group at once: of `scores`, (m or 1, width,
+        num_heads, n), by the `shares`, (m, width), that the queries have in the ranking."""
+        weights = scores.softmax(dim=-1).mean(dim=2)
+        values = (shares.to(weights.dtype).unsqueeze(1) @ weights).squeeze(1)
+        lens = self._lens_of(tuple(seq_lens[index] for index in group.lanes))
+        hidden = torch.arange(values.shape[1], device=lens.device) >= lens
+        sizes = [self.lanes[i].policy.table_size(seq_lens[i]) for i in group.lanes]
+        # Below any weight that underflowed to 0.
+        best = values.masked_fill_(hidden, -1.0).topk(max(sizes)).indices
+        listed: dict[int, torch.Tensor] = {}
+        for index, size, of_lane in zip(group.lanes, sizes, best, strict=True):
+            self.tables[index][layer] = of_lane[:size]
+            if not self.lanes[index].policy.reselects:
+                listed[index] = of_lane[:size]
+        return listed
 
     def _first_tables(self, layer: int) -> None:
         """As after a prefill: from each prompt's last query."""
@@ -248,7 +294,12 @@ class LabRun:
             visible = text.stack.prompt_lens[text.index, None]
             keys = text.keys[layer, : text.prompt_len]
             scores = query_scores(text.last_queries[None, layer], keys, visible, text.scale)
-            listed |= self._select(layer, group.lanes, [scores] * len(group.lanes), prompt_lens)
+            if _is_ranked(self.lanes[group.lanes[0]]):
+                alike = scores.new_ones(len(group.lanes), 1)
+                listed |= self._rank(group, layer, scores[None], alike, prompt_lens)
+            else:
+                of_lanes = [scores] * len(group.lanes)
+                listed |= self._select(layer, group.lanes, of_lanes, prompt_lens)
         self._list(layer, listed)
 
     def _select_unscored(self, layer: int, seq_lens: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -281,9 +332,23 @@ class LabRun:
                 listed[index] = positions
         return listed
 
+    def _device_lens(self, seq_lens: tuple[int, ...]) -> torch.Tensor:
+        """(m, 1) int64."""
+        return torch.tensor(seq_lens, device=self.model.device).unsqueeze(1)
+
     def _list(self, layer: int, listed: dict[int, torch.Tensor]) -> None:
         if listed:
             self.lists.put_each(layer, [*listed], [*listed.values()])
+
+
+def _is_ranked(lane: Lane) -> bool:
+    """Whether `LabRun._rank` can stand for the policy's own `select`."""
+    policy = lane.policy
+    return (
+        isinstance(policy, RankedPolicy)
+        and type(policy).select is RankedPolicy.select
+        and policy.config.score_mode == "weight"
+    )
 
 
 def run_lanes(
