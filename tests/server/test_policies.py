@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,13 @@ def random_basis(path: Path, model: LlamaForCausalLM) -> None:
 
 
 # One of each kind of path: `vegas` is served by the other tests, `oracle` goes the way of `quest`,
-# and the rest differ in their lists only.
-@pytest.mark.parametrize("policy", ["quest", "last-accepted", "vegas-refresh"])
+# and the rest differ in their lists only, so that a server for each of them is for who changes one.
+POLICIES = ["quest", "last-accepted", "vegas-refresh"]
+if os.environ.get("VEGAS_TEST_EVERY_POLICY"):
+    POLICIES += ["vegas", "streaming", "all-queries", "oracle", "dense"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_outputs_are_the_targets(policy: str, server_slot: ServerSlot, tmp_path: Path) -> None:
     server_slot.stop()
     model = make_tiny_model(tmp_path)

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from sgl_vegas.calibrate.__main__ import collect
 from sgl_vegas.config import VegasConfig
 from sgl_vegas.key_codes.basis import ERRORS, STEPS, KeyBasis, fit_basis, load_basis
 from sgl_vegas.key_codes.moments import Moments
+from sgl_vegas.lab.model import LabModel
 from sgl_vegas.selection.policy import build_policy
 from sgl_vegas.selection.refresh import CANDIDATES, RefreshPolicy
+from tests.tiny_model import CONTEXT_LEN, VOCAB_SIZE, make_tiny_model
 
 HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 16, 2
 SCALE = DIM**-0.5
@@ -106,6 +110,40 @@ def test_a_basis_survives_its_file(tmp_path: Path) -> None:
     keys, _ = keys_and_queries(seed=3)
     assert torch.equal(loaded.components(1, keys), basis.components(1, keys))
     assert loaded.share_of_entry == 24 / (32 * DIM)
+
+
+def test_calibration_reads_texts_over_the_whole_context(tmp_path: Path) -> None:
+    """Against the keys of the tiny model's own forward passes, at positions as they should be."""
+    reference = make_tiny_model(tmp_path)
+    lengths = (50, 90)
+    prompts = [
+        (str(n), torch.randint(VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)))
+        for n in lengths
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sgl_vegas.lab.model.AutoTokenizer.from_pretrained", lambda path: None)
+        model = LabModel(tmp_path, "cpu", torch.float64)
+    moments = collect(model, [(name, ids.tolist()) for name, ids in prompts])
+
+    # Text i of n at place j of 4 has the share (j + i / n) / 4 of the context in front of it.
+    expected = Moments(model.num_layers, model.num_kv_heads, model.head_dim)
+    for i, (_, ids) in enumerate(prompts):
+        for place in range(4):
+            start = round((place + i / 2) / 4 * (CONTEXT_LEN - len(ids)))
+            cache = DynamicCache()
+            with torch.no_grad():
+                reference(
+                    ids[None],
+                    position_ids=torch.arange(start, start + len(ids))[None],
+                    past_key_values=cache,
+                )
+            for layer in range(model.num_layers):
+                keys = cache.layers[layer].keys[0].transpose(0, 1)
+                expected.add(layer, torch.zeros(1, 4, model.head_dim), keys)
+    assert moments.num_keys == expected.num_keys == [4 * sum(lengths)] * model.num_layers
+    torch.testing.assert_close(moments.key_sum, expected.key_sum, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(moments.key_square, expected.key_square, rtol=1e-4, atol=1e-1)
+    assert moments.num_queries == [count * 2 for count in moments.num_keys]  # 4 heads on 2
 
 
 def test_refused() -> None:
