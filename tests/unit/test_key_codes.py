@@ -138,7 +138,9 @@ def test_calibration_reads_texts_over_the_whole_context(tmp_path: Path) -> None:
                     past_key_values=cache,
                 )
             for layer in range(model.num_layers):
-                keys = cache.layers[layer].keys[0].transpose(0, 1)
+                layer_keys = cache.layers[layer].keys  # pyright: ignore[reportAttributeAccessIssue]
+                assert layer_keys is not None
+                keys = layer_keys[0].transpose(0, 1)
                 expected.add(layer, torch.zeros(1, 4, model.head_dim), keys)
     assert moments.num_keys == expected.num_keys == [4 * sum(lengths)] * model.num_layers
     torch.testing.assert_close(moments.key_sum, expected.key_sum, rtol=1e-4, atol=1e-2)
