@@ -127,7 +127,7 @@ def validate(server_args: ServerArgs) -> None:
     Raises:
         ValueError: naming the flag or model, and what to do instead.
     """
-    build_policy(VegasConfig.from_env(server_args.speculative_num_steps))
+    policy = build_policy(VegasConfig.from_env(server_args.speculative_num_steps))
     view = resolved_view(server_args)
     for refused, is_asked in _REFUSED_FLAGS.items():
         if is_asked(view):
@@ -152,6 +152,13 @@ def validate(server_args: ServerArgs) -> None:
         )
     _validate_attention(view, server_args.device)
     _validate_model(server_args)
+    model: Any = server_args.get_model_config()
+    policy.check_server(
+        model.num_hidden_layers,
+        model.get_total_num_kv_heads(),
+        model.head_dim,
+        in_kernels=server_args.device != "cpu" and policy.config.selects_in_kernels,
+    )
 
 
 _REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {

@@ -145,7 +145,8 @@ class VegasConfig:
     @property
     def selects_in_kernels(self) -> bool:
         """Whether the CUDA kernels make the tables; otherwise a policy's Python code does."""
-        return self.policy == "dense" or (self.policy, self.score_mode) == ("vegas", "weight")
+        ranked = self.policy in ("vegas", "vegas-refresh") and self.score_mode == "weight"
+        return ranked or self.policy == "dense"
 
     def budget(self, seq_len: int) -> int:
         """Number of positions to select from a context of `seq_len` tokens (paper section 3.2)."""

@@ -20,11 +20,13 @@ from sgl_vegas.config import VegasConfig
 from sgl_vegas.draft_graphs import DraftGraphs
 from sgl_vegas.draft_input import VegasDraftInput
 from sgl_vegas.drafting import Drafter
+from sgl_vegas.key_codes.step_ranking import StepRanking
 from sgl_vegas.logits import LogitsRules
 from sgl_vegas.model_check import attention_layers, kv_bytes_per_token
 from sgl_vegas.payoff import Payoff, measure_costs
 from sgl_vegas.sampling.penalties import PenaltyTracker
 from sgl_vegas.selection.policy import Collected, build_policy
+from sgl_vegas.selection.refresh import RefreshPolicy
 from sgl_vegas.sglang_compat import (
     BasePrefixCache,
     BaseSpecWorker,
@@ -93,7 +95,7 @@ class VegasWorker(BaseSpecWorker):
         self.layers = attention_layers(self.model_runner.model)
         self.kv_bytes = kv_bytes_per_token(self.layers, self.model_runner.kv_cache_dtype)
         self.tables = self._make_tables()
-        self.first_tables = FirstTables(self.config, self.tables, self._make_prefix_tables())
+        self.first_tables = FirstTables(self.policy, self.tables, self._make_prefix_tables())
         self.workspace = None
         if self.device != "cpu":
             self.workspace = self._make_workspace()
@@ -163,7 +165,12 @@ class VegasWorker(BaseSpecWorker):
     def _make_workspace(self) -> CudaWorkspace:
         dtype = self.model_runner.kv_cache_dtype
         free_bytes = free_memory(self.device)
-        pool_tokens = free_bytes // self.kv_bytes
+        token_bytes = self.kv_bytes
+        if isinstance(self.policy, RefreshPolicy):
+            token_bytes += StepRanking.bytes_per_token(
+                len(self.layers), self.layers[0].tp_k_head_num
+            )
+        pool_tokens = free_bytes // token_bytes
         pool_tokens = min(pool_tokens, self.server_args.max_total_tokens or pool_tokens)
         # Requests that share a prefix are each scored on it, so a batch may have more positions
         # than the pool has tokens.
@@ -173,7 +180,13 @@ class VegasWorker(BaseSpecWorker):
             max(pool_tokens, int(free_bytes * MAX_SCORE_SHARE) // per_token),
         )
         workspace = CudaWorkspace(
-            self.layers, self.tables, self.config, self.policy, score_tokens, dtype
+            self.layers,
+            self.tables,
+            self.config,
+            self.policy,
+            score_tokens,
+            pool_tokens + 1,  # slot 0 is for padding
+            dtype,
         )
         graphs: Any = self.server_args.cuda_graph_config
         bs = min(max(graphs.decode.bs or [1]), self.max_requests)
@@ -183,6 +196,7 @@ class VegasWorker(BaseSpecWorker):
         sizes = {
             "tables": self.tables.nbytes,
             "scores": workspace.score_bytes,
+            "key codes": workspace.code_bytes,
             "draft probabilities": self.draft_probs.nbytes,
             "attention workspaces": workspace.nbytes,
         }
@@ -209,6 +223,9 @@ class VegasWorker(BaseSpecWorker):
         if self.workspace is None:
             kernels: AttentionKernels = TorchKernels(*kernel_arguments)
         else:
+            ranking = self.workspace.ranking
+            pool_slots = len(runner.token_to_kv_pool.get_key_buffer(0))
+            assert ranking is None or pool_slots <= ranking.words.shape[1], "more slots than codes"
             kernels = CudaKernels(self.workspace, *kernel_arguments)
         self.backend = VegasAttentionBackend(
             runner.attn_backend, kernels, runner.req_to_token_pool, runner.token_to_kv_pool

@@ -125,12 +125,14 @@ class VegasAttentionBackend(AttentionBackend):
         output = self.dense.forward_extend(
             q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
         )
+        k_cache, v_cache = self._caches(layer)
+        self.kernels.written(layer.layer_id, forward_batch.out_cache_loc, k_cache)
         extend_seq_lens: Any = forward_batch.extend_seq_lens
         last = extend_seq_lens.cumsum(0) - 1
         if self.scored is not None:
             last = last[self.scored]
         if len(last) > 0:
-            self.kernels.prefill(layer.layer_id, queries[last], *self._caches(layer), layer.scaling)
+            self.kernels.prefill(layer.layer_id, queries[last], k_cache, v_cache, layer.scaling)
         return output
 
     def _caches(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,10 @@ from sgl_vegas_kernels.paged_attention import (  # pyright: ignore[reportMissing
 from sgl_vegas.attention.kernels import NewKV
 from sgl_vegas.attention.torch_kernels import TorchKernels
 from sgl_vegas.config import VegasConfig
+from sgl_vegas.key_codes.step_ranking import StepRanking
+from sgl_vegas.key_codes.words import WordCodes
 from sgl_vegas.selection.policy import SelectionPolicy
+from sgl_vegas.selection.refresh import CANDIDATES, RefreshPolicy
 from sgl_vegas.tables.request_tables import RequestTables
 
 
@@ -28,11 +31,13 @@ class CudaWorkspace:
         config: VegasConfig,
         policy: SelectionPolicy,
         max_tokens: int,
+        num_slots: int,
         dtype: torch.dtype,
     ) -> None:
         """Args:
         max_tokens: KV lengths of a batch, summed up, that scores are kept for, of one layer at a
             time; requests beyond them keep their tables.
+        num_slots: most that the KV pool may have.
         """
         layer, device = layers[0], tables.counts.device
         num_heads, num_kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
@@ -54,6 +59,7 @@ class CudaWorkspace:
         self.verify = attention(config.num_draft_tokens)
         self.scores: ScoreCollector | None = None
         if policy.makes_tables and config.selects_in_kernels:
+            wanted = policy.table_config
             self.scores = ScoreCollector(
                 num_layers=len(layers),
                 num_rows=max_batch,
@@ -61,17 +67,23 @@ class CudaWorkspace:
                 num_kv_heads=num_kv_heads,
                 capacity_tokens=max_tokens,
                 max_batch=max_batch,
-                ratio=config.sparsity_ratio,
-                min_tokens=min(config.min_tokens, max_selected),
-                max_tokens=min(config.max_tokens or max_selected, max_selected),
+                ratio=wanted.sparsity_ratio,
+                min_tokens=min(wanted.min_tokens, max_selected),
+                max_tokens=min(wanted.max_tokens or max_selected, max_selected),
                 device=device,
             )
         self.nbytes = self.decode.nbytes + self.verify.nbytes
         self.score_bytes = self.scores.nbytes if self.scores is not None else 0
+        self.ranking: StepRanking | None = None
+        if self.scores is not None and isinstance(policy, RefreshPolicy):
+            codes = WordCodes.of(policy.basis)
+            self.ranking = StepRanking(codes, tables, CANDIDATES, num_heads, num_slots, max_batch)
+        self.code_bytes = self.ranking.nbytes if self.ranking is not None else 0
 
 
 class CudaKernels:
-    """Drafts and verify passes by CUDA kernels, which select too if the policy is `vegas`.
+    """Drafts and verify passes by CUDA kernels, which select too if the policy is `vegas`, or
+    `vegas-refresh`, whose draft steps rank each layer's table before they attend.
 
     Other policies select in PyTorch, one request at a time, and can't be captured in a graph; those
     that select again at every draft step draft in PyTorch too. `dense` selects nothing.
@@ -99,10 +111,13 @@ class CudaKernels:
         self._tables = tables
         no_rows = torch.zeros_like(tables.counts)
         self._no_tables = Tables(tables.positions, no_rows, no_rows)
+        self._ranking = workspace.ranking
+        if self._ranking is not None:
+            self._ranked = Tables(self._ranking.positions, self._ranking.wanted, tables.bases)
         self._torch = None
         if (policy.makes_tables or policy.reselects) and self._scores is None:
             self._torch = TorchKernels(policy, tables, req_to_token, num_draft_tokens)
-        self._drafts = self._torch if policy.reselects else None
+        self._drafts = self._torch if policy.reselects and self._ranking is None else None
         self.capturable = self._torch is None
 
     def begin_draft(
@@ -112,6 +127,15 @@ class CudaKernels:
             self._drafts.begin_draft(rows, seq_lens, step, dense)
             return
         self._draft_tables = self._no_tables if dense else self._tables
+        self._ranks = self._ranking is not None and not dense
+        if self._ranking is not None:
+            self._rows = rows
+            if dense:
+                self._new_slots = self._slots_from(rows, seq_lens + step, 1)
+            else:
+                self._draft_tables = self._ranked
+                if step == 0:
+                    self._ranking.begin(rows)
         self._decode.plan_sparse(seq_lens, rows, self._draft_tables, step)
 
     def draft(
@@ -126,22 +150,29 @@ class CudaKernels:
         if self._drafts is not None:
             return self._drafts.draft(layer, q, new_kv, k_cache, v_cache, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self._ranking is not None and self._ranks:
+            self._ranking.choose(layer, q, self._rows, self._req_to_token, scale)
         self._decode.sparse(
             q,
             k_cache,
             v_cache,
             self._req_to_token,
             self._draft_tables,
-            layer,
+            0 if self._ranks else layer,
             scale,
             out,
             new_kv=new_kv,
         )
+        # Of drafts the verify pass writes K again.
+        if self._ranking is not None and not self._ranks:
+            self._ranking.encode(layer, self._new_slots, k_cache)
         return out
 
     def begin_verify(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._rows = rows
         self._verify.plan_dense(seq_lens, rows, self._num_draft_tokens)
+        if self._ranking is not None:
+            self._new_slots = self._slots_from(rows, seq_lens, self._num_draft_tokens)
         if self._scores is not None:
             self._scores.begin(seq_lens, rows, self._tables)
         elif self._torch is not None:
@@ -171,6 +202,8 @@ class CudaKernels:
             layer=layer,
             new_kv=new_kv,
         )
+        if self._ranking is not None:
+            self._ranking.encode(layer, self._new_slots, k_cache)
         if self._scores is not None:
             self._attended.record()
             self._beside.wait_event(self._attended)
@@ -187,6 +220,15 @@ class CudaKernels:
     def accepted(self, num_correct_drafts: torch.Tensor) -> None:
         assert self._torch is not None, "no such policy selects in kernels"
         self._torch.accepted(num_correct_drafts)
+
+    def written(self, layer: int, slots: torch.Tensor, k_cache: torch.Tensor) -> None:
+        if self._ranking is not None:
+            self._ranking.encode(layer, slots, k_cache)
+
+    def _slots_from(self, rows: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
+        """(batch_size * count,) int64: the KV slots of positions from `starts` on."""
+        places = starts[:, None] + torch.arange(count, device=starts.device)
+        return self._req_to_token[rows[:, None], places].flatten().long()
 
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._rows, self._seq_lens = rows, seq_lens

@@ -66,6 +66,10 @@ class AttentionKernels(Protocol):
         (batch_size,) int64, how many drafts of each request were accepted."""
         ...
 
+    def written(self, layer: int, slots: torch.Tensor, k_cache: torch.Tensor) -> None:
+        """Called for the KV of a prefill, `slots` (n,) int64, when SGLang has written it."""
+        ...
+
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """`seq_lens`: KV lengths after the prefill."""
         ...

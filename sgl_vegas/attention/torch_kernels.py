@@ -155,6 +155,9 @@ class TorchKernels:
         collected = torch.stack([queries[i, places] for i, places in enumerate(picked)])
         self._select(layer, collected, picked, k_cache, scale, width)
 
+    def written(self, layer: int, slots: torch.Tensor, k_cache: torch.Tensor) -> None:
+        pass
+
     def begin_prefill(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         self._begin(rows, seq_lens)
         self._tables.drop(rows)
@@ -191,7 +194,7 @@ class TorchKernels:
             return
         for i, (row, seq_len) in enumerate(zip(self._rows, self._seq_lens, strict=True)):
             scores = None
-            if self._policy.needs_scores and self._policy.config.budget(seq_len) < seq_len:
+            if self._policy.needs_scores and self._policy.table_size(seq_len) < seq_len:
                 slots = self._req_to_token[row, : seq_len + num_verified]
                 visible = torch.tensor(picked[i], device=slots.device) + seq_len + 1
                 scores = query_scores(queries[i], k_cache[slots], visible, scale)

@@ -124,7 +124,7 @@ def lse_kernel(
         if head == 0:
             bins = tl.arange(0, 4096)
             tl.store(histograms + request * 4096 + bins, tl.zeros((4096,), tl.int32))
-    start, end = _chunk(count, split, NUM_SPLITS, BLOCK)
+    start, end = _chunk(count, split, NUM_SPLITS, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     maximum = tl.full((16,), -float("inf"), tl.float32)
     total = tl.zeros((16,), tl.float32)
     for t0 in range(start, end, BLOCK):
@@ -159,9 +159,10 @@ def weigh_kernel(
     num_kv_heads,
     HEADS_A_KV_HEAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each candidate's weight, the mean over heads of its softmax share. Grid: batch, splits. The
+    """Each candidate's weight, the mean over heads of its softmax share. Grid: batch, parts. The
     arguments are those of `lse_kernel`."""
     request, split = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + request)
@@ -169,7 +170,7 @@ def weigh_kernel(
     if tl.load(wanted + row) == 0:
         return
     g, j, s = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, NUM_SPLITS)
-    start, end = _chunk(count, split, NUM_SPLITS, BLOCK)
+    start, end = _chunk(count, split, NUM_BLOCKS, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     for t0 in range(start, end, BLOCK):
         t = t0 + tl.arange(0, BLOCK)
         slots = _slots(positions, row, t, end, base, max_count, req_to_token, req_to_token_stride)
@@ -213,8 +214,8 @@ def pick_kernel(
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes each row's `wanted` heaviest candidates, those at the threshold last, each in the order
-    that they have in the table. Grid: batch, splits."""
+    """Writes each row's `wanted` heaviest candidates, those at the threshold last, each in the
+    table's order. Grid: batch, parts."""
     request, split = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + request)
     count, target = tl.load(counts + row), tl.load(wanted + row)

@@ -72,7 +72,7 @@ class WordCodes:
         return cls(
             encode=padded(encode),
             shift=padded(shift),
-            most=padded((2.0**bits.float() - 1) * (bits > 0)),
+            most=padded((2.0 ** bits.float() - 1) * (bits > 0)),
             offsets=padded(offsets.clamp(max=WORD_BITS - 1).int()),
             weigh=(weigh * 2.0 ** place.float().unsqueeze(-1)).contiguous(),
         )

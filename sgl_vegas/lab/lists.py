@@ -175,4 +175,4 @@ def width_of(lane: Lane) -> int:
     longest = len(lane.text)
     if not (lane.policy.makes_tables or lane.policy.reselects):
         return longest
-    return lane.policy.config.budget(longest)
+    return max(map(lane.policy.attended, range(lane.text.prompt_len, longest + 1)))

@@ -321,7 +321,7 @@ class LabRun:
         for index, of_lane in zip(lanes, scores, strict=True):
             policy, seq_len = self.lanes[index].policy, seq_lens[index]
             if policy.makes_tables:
-                within = policy.config.budget(seq_len) >= seq_len
+                within = policy.table_size(seq_len) >= seq_len
                 positions = policy.select(
                     layer, None if within else of_lane, seq_len, self.model.device
                 )

@@ -55,17 +55,35 @@ class SelectionPolicy:
         self.config = config
 
     @property
+    def table_config(self) -> VegasConfig:
+        """The config whose budget tables have."""
+        return self.config
+
+    @property
     def needs_scores(self) -> bool:
         return self.collects is not Collected.NOTHING
 
     def table_size(self, seq_len: int) -> int:
-        """Most positions that `select` chooses of `seq_len`."""
+        """Most positions that `select` chooses of `seq_len`; `seq_len` if drafts are dense."""
+        return self.table_config.budget(seq_len)
+
+    def attended(self, seq_len: int) -> int:
+        """Most positions that a draft step attends to beside the recent ones."""
         return self.config.budget(seq_len)
 
     def extra_reads(self, seq_len: int) -> float:
         """What a draft step reads to choose, in KV entries, beside those that it attends to; the
         mean over an iteration's steps."""
         return 0.0
+
+    def check_server(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, in_kernels: bool
+    ) -> None:
+        """Refuse a model that the policy's own files aren't for, or what CUDA kernels can't do.
+
+        Raises:
+            ValueError: naming the flag.
+        """
 
     def select(
         self, layer: int, scores: torch.Tensor | None, seq_len: int, device: torch.device
@@ -77,7 +95,7 @@ class SelectionPolicy:
             scores: (num_queries, num_heads, seq_len + t) float32, scaled pre-softmax logits of the
                 collected queries over every KV entry, `-inf` where a query may not look. One query
                 after prefill (t = 0); after verify, t = num_draft_tokens. None if the policy
-                collects nothing, and where the whole context is within the budget.
+                collects nothing, and where `table_size` is the whole context.
             seq_len: number of positions to choose from: those before the first verified token.
             device: where the result must lie.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 
 import torch
 
 from sgl_vegas.config import VegasConfig
 from sgl_vegas.key_codes.basis import load_basis
+from sgl_vegas.key_codes.words import WordCodes
 from sgl_vegas.selection.policy import Collected
 from sgl_vegas.selection.ranked import RankedPolicy
 
@@ -22,7 +23,8 @@ class RefreshPolicy(RankedPolicy):
 
     A held list is stale: what the next token's query looks at is not what the last one's did. Paid
     from the same bytes: the codes that a step reads come off what it attends to. With 64 bits a
-    head of 64 dims, it attends to 89% of the budget.
+    head of 64 dims, it attends to 89% of the budget. A context that is no longer than its
+    candidates is attended to as a whole.
     """
 
     collects = Collected.FIRST_AND_LAST
@@ -30,7 +32,8 @@ class RefreshPolicy(RankedPolicy):
 
     def __init__(self, config: VegasConfig) -> None:
         """Raises:
-        ValueError: without a basis, or for a file that is none.
+        ValueError: without a basis, for a file that is none, or for a ratio that makes everything
+            a candidate.
         """
         super().__init__(config)
         if config.key_basis is None:
@@ -38,24 +41,47 @@ class RefreshPolicy(RankedPolicy):
                 f"--vegas-policy {config.policy} needs --vegas-key-basis, a file that "
                 "`python -m sgl_vegas.calibrate` writes."
             )
-        self._basis = load_basis(config.key_basis)
+        self.basis = load_basis(config.key_basis)
+        widened = CANDIDATES / (1 + CANDIDATES * self.basis.share_of_entry)
+        if config.sparsity_ratio * widened >= 1:
+            raise ValueError(
+                f"--vegas-sparsity-ratio must be below {1 / widened:.3f} with --vegas-policy "
+                f"{config.policy}, which makes {widened:.2f} times as many entries candidates; "
+                f"got {config.sparsity_ratio}."
+            )
+        most = config.max_tokens
+        self._table_config = dataclasses.replace(
+            config,
+            sparsity_ratio=config.sparsity_ratio * widened,
+            min_tokens=max(int(config.min_tokens * widened), 1),
+            max_tokens=None if most is None else max(int(most * widened), 1),
+        )
         # The same for all layers and steps of a round of drafts.
         self._wanted_of = functools.lru_cache(maxsize=1)(self._wanted)
 
-    def attended(self, seq_len: int) -> int:
-        """How many selected positions a draft step attends to; all of a short context."""
-        budget = self.config.budget(seq_len)
-        if budget == seq_len:
-            return budget
-        return max(math.floor(budget / (1 + CANDIDATES * self._basis.share_of_entry)), 1)
+    @property
+    def table_config(self) -> VegasConfig:
+        return self._table_config
 
-    def table_size(self, seq_len: int) -> int:
-        return min(CANDIDATES * self.attended(seq_len), seq_len)
+    def attended(self, seq_len: int) -> int:
+        size = self.table_size(seq_len)
+        return size if size == seq_len else max(size // CANDIDATES, 1)
 
     def extra_reads(self, seq_len: int) -> float:
-        if self.config.budget(seq_len) == seq_len:
-            return 0.0
-        return self.table_size(seq_len) * self._basis.share_of_entry
+        size = self.table_size(seq_len)
+        return 0.0 if size == seq_len else size * self.basis.share_of_entry
+
+    def check_server(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, in_kernels: bool
+    ) -> None:
+        shape, wanted = tuple(self.basis.means.shape), (num_layers, num_kv_heads, head_dim)
+        if shape != wanted:
+            raise ValueError(
+                f"--vegas-key-basis {self.config.key_basis} is of another model: its (layers, KV "
+                f"heads, head dim) are {shape}, the model's {wanted}."
+            )
+        if in_kernels:
+            WordCodes.of(self.basis)
 
     def select_step(
         self,
@@ -68,12 +94,12 @@ class RefreshPolicy(RankedPolicy):
         scale: float,
     ) -> torch.Tensor:
         assert tables is not None
-        if self._basis.means.device != q.device:
-            self._basis = self._basis.to(q.device)
+        if self.basis.means.device != q.device:
+            self.basis = self.basis.to(q.device)
         surplus = tables < 0
         rows = torch.arange(len(tables), device=q.device)[:, None]
-        coded = self._basis.components(layer, keys[rows, tables.clamp_min(0)])
-        queries = self._basis.project(layer, q.unflatten(1, (keys.shape[2], -1)))
+        coded = self.basis.components(layer, keys[rows, tables.clamp_min(0)])
+        queries = self.basis.project(layer, q.unflatten(1, (keys.shape[2], -1)))
         logits = (queries @ coded.permute(0, 2, 3, 1)).flatten(1, 2) * scale
         weights = logits.masked_fill(surplus[:, None], float("-inf")).softmax(dim=-1).mean(dim=1)
         wanted = self._wanted_of(seq_lens, q.device)

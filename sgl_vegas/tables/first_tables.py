@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_vegas.config import VegasConfig
+from sgl_vegas.selection.policy import SelectionPolicy
 from sgl_vegas.sglang_compat import ScheduleBatch
 from sgl_vegas.tables.prefix_tables import PrefixTables, to_device
 from sgl_vegas.tables.request_tables import RequestTables
@@ -14,12 +14,12 @@ class FirstTables:
     """Those of the request's cached prefix, or those that the prompt's last query makes."""
 
     def __init__(
-        self, config: VegasConfig, tables: RequestTables, prefixes: PrefixTables | None
+        self, policy: SelectionPolicy, tables: RequestTables, prefixes: PrefixTables | None
     ) -> None:
         """Args:
         prefixes: None where tables aren't reused.
         """
-        self._config = config
+        self._policy, self._config = policy, policy.config
         self._tables = tables
         self.prefixes = prefixes
         # Whether the prefix cache keeps tables, known once SGLang has built it.
@@ -67,14 +67,14 @@ class FirstTables:
         """Whether a pass makes a table for a request, the lengths of which and of those before it
         in the batch sum up to `total`; if not, the request keeps what it has."""
         fits = self.score_capacity is None or total <= self.score_capacity
-        return fits and self._config.budget(seq_len) < seq_len
+        return fits and self._policy.table_size(seq_len) < seq_len
 
     def _know(self, req: Any, base: int) -> None:
         self._tables.known_bases[req.req_pool_idx] = base
 
     def _take(self, tree: Any, req: Any, seq_len: int) -> bool:
         budget = self._config.budget(seq_len)
-        if self.prefixes is None or budget >= seq_len:
+        if self.prefixes is None or self._policy.table_size(seq_len) >= seq_len:
             return False
         node = tree.resolve_node_handle(req.last_node)
         length = len(req.prefix_indices)

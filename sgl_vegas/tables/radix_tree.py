@@ -74,7 +74,7 @@ def keep_tables(tree: BasePrefixCache, tables: PrefixTables, policy: SelectionPo
 
     def store(req: Any, handle: Any, row: int, length: int) -> None:
         node = tree.resolve_node_handle(handle)
-        if node is None or config.budget(length) >= length:
+        if node is None or policy.table_size(length) >= length:
             return
         # Under overlap the tables may be an iteration newer than what is cached.
         tables.store(node, row, length, policy.table_size(length + config.num_draft_tokens))

@@ -34,7 +34,7 @@ def test_every_layer_selects_by_its_own_scores(
     tables = RequestTables(LAYERS, len(LENGTHS) + 3, CONFIG.budget(max(LENGTHS)), DEVICE)
     layer = SimpleNamespace(tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=DIM)
     workspace = CudaWorkspace(
-        [layer] * LAYERS, tables, CONFIG, policy, sum(LENGTHS) + 1, case.q.dtype
+        [layer] * LAYERS, tables, CONFIG, policy, sum(LENGTHS) + 1, 1, case.q.dtype
     )
     scores = workspace.scores
     assert scores is not None

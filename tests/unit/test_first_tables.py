@@ -32,7 +32,7 @@ class World:
         self.tree = RadixCache.create_simulated(mock_allocator=allocator)
         self.tables = RequestTables(LAYERS, 8, WIDTH, "cpu")
         self.prefixes = PrefixTables(self.tables, 8)
-        self.first = FirstTables(self.config, self.tables, self.prefixes)
+        self.first = FirstTables(build_policy(self.config), self.tables, self.prefixes)
         self.first.connected = keep_tables(self.tree, self.prefixes, build_policy(self.config))
         key = RadixKey(array("q", range(PREFIX)), None)
         inserted = self.tree.insert(InsertParams(key=key, value=torch.arange(PREFIX)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -180,13 +182,39 @@ def policy(tmp_path: Path) -> RefreshPolicy:
 
 
 def test_reads_are_within_the_budget(policy: RefreshPolicy) -> None:
-    for seq_len in (41, 100, 600, 5000, 100_000):
+    for seq_len in (200, 600, 5000, 100_000):
         budget = policy.config.budget(seq_len)
         read = policy.attended(seq_len) + policy.extra_reads(seq_len)
-        # The candidates of a short context are all of it.
-        assert (budget - 2 if seq_len >= 600 else 0) <= read <= budget
-        assert policy.table_size(seq_len) == min(CANDIDATES * policy.attended(seq_len), seq_len)
-    assert (policy.attended(40), policy.extra_reads(40)) == (40, 0)
+        assert budget - 2 <= read < budget + 1
+        wanted = CANDIDATES * policy.attended(seq_len)
+        assert wanted <= policy.table_size(seq_len) < wanted + CANDIDATES
+    # All of a short context are candidates.
+    for seq_len in (40, 41, 100):
+        assert policy.table_size(seq_len) == policy.attended(seq_len) == seq_len
+        assert policy.extra_reads(seq_len) == 0
+
+
+def test_a_ratio_that_makes_everything_a_candidate_is_refused(policy: RefreshPolicy) -> None:
+    # 4 candidates an entry and codes of an eighth of one: 2.67 times as many.
+    ratios = {0.37: True, 0.38: False}
+    for ratio, accepted in ratios.items():
+        config = dataclasses.replace(policy.config, sparsity_ratio=ratio)
+        with nullcontext() if accepted else pytest.raises(ValueError, match=r"below 0\.375"):
+            build_policy(config)
+
+
+def test_another_models_basis_is_refused(policy: RefreshPolicy) -> None:
+    policy.check_server(LAYERS, KV_HEADS, DIM, in_kernels=True)
+    with pytest.raises(ValueError, match=r"basis.safetensors is of another model: .*\(2, 2, 16\)"):
+        policy.check_server(LAYERS, KV_HEADS, 2 * DIM, in_kernels=False)
+
+
+def test_kernels_take_codes_of_64_bits(tmp_path: Path) -> None:
+    fitted(2 * DIM).save(tmp_path / "basis")
+    policy = build_policy(VegasConfig(policy="vegas-refresh", key_basis=str(tmp_path / "basis")))
+    policy.check_server(LAYERS, KV_HEADS, DIM, in_kernels=False)
+    with pytest.raises(ValueError, match=r"--vegas-key-basis has 32 bits a key; .* must have 64"):
+        policy.check_server(LAYERS, KV_HEADS, DIM, in_kernels=True)
 
 
 def test_a_step_ranks_the_candidates(policy: RefreshPolicy) -> None:

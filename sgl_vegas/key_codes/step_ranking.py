@@ -1,0 +1,177 @@
+"""Ranking a table's candidates again at every draft step, on the device and inside its graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from sgl_vegas.key_codes import kernels as triton_kernels
+from sgl_vegas.key_codes.words import WordCodes
+from sgl_vegas.tables.request_tables import RequestTables
+
+# To a type checker, what Triton compiles are functions of constants only.
+kernels: Any = triton_kernels
+
+BLOCK = 64
+MAX_SPLITS = 32
+# Programs that a launch should have at least, where there is work for so many.
+PROGRAMS = 256
+
+
+class StepRanking:
+    """The codes of all keys of a pool, and what a draft step chooses by them.
+
+    A table holds candidates: of each row's `counts`, a step takes every `candidates`-th part, those
+    to which its own queries would give most weight. One layer at a time, so that one list is kept.
+
+    Attributes:
+        words: (num_layers, num_slots, num_kv_heads) int64, codes of the keys in the pool's slots.
+        positions: (1, num_rows, max_chosen) int32, what the last `choose` wrote.
+        wanted: (num_rows,) int32, how many of them.
+    """
+
+    def __init__(
+        self,
+        codes: WordCodes,
+        tables: RequestTables,
+        candidates: int,
+        num_heads: int,
+        num_slots: int,
+        max_batch: int,
+    ) -> None:
+        device = tables.counts.device
+        num_layers, num_kv_heads = codes.encode.shape[:2]
+        num_rows, max_count = tables.positions.shape[1:]
+
+        def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.codes = codes.to(device)
+        self.words = buffer(num_layers, num_slots, num_kv_heads, dtype=torch.int64)
+        self.positions = buffer(1, num_rows, max(max_count // candidates, 1), dtype=torch.int32)
+        self.wanted = buffer(num_rows, dtype=torch.int32)
+        self._tables, self._candidates = tables, candidates
+        self._group = num_heads // num_kv_heads
+        group = kernels.GROUP
+        if self._group > group:
+            raise ValueError(
+                f"vegas-refresh on a GPU needs at most {group} query heads a KV head, the model "
+                f"has {self._group}."
+            )
+        of_heads = (max_batch, num_kv_heads)
+        self._weights = buffer(*of_heads, kernels.BITS, group, dtype=torch.float16)
+        self._stats = buffer(*of_heads, MAX_SPLITS, 2, group, dtype=torch.float32)
+        self._keys = buffer(max_batch, max_count, dtype=torch.int16)
+        self._histograms = buffer(max_batch, kernels.BINS, dtype=torch.int32)
+
+    @property
+    def nbytes(self) -> int:
+        buffers = (self.words, self.positions, self.wanted, self._weights, self._stats, self._keys)
+        return sum(x.nbytes for x in (*buffers, self._histograms))
+
+    @staticmethod
+    def bytes_per_token(num_layers: int, num_kv_heads: int) -> int:
+        """What a slot's codes take."""
+        return 8 * num_layers * num_kv_heads
+
+    def encode(self, layer: int, slots: torch.Tensor, k_cache: torch.Tensor) -> None:
+        """Code the keys in some slots, (n,) int64, of a layer's (num_slots, num_kv_heads,
+        head_dim)."""
+        _, num_kv_heads, head_dim = k_cache.shape
+        codes = self.codes
+        kernels.encode_kernel[(triton.cdiv(len(slots), 16), num_kv_heads)](
+            k_cache,
+            slots,
+            codes.encode[layer],
+            codes.shift[layer],
+            codes.most[layer],
+            codes.offsets[layer],
+            self.words[layer],
+            len(slots),
+            num_kv_heads,
+            HEAD_DIM=head_dim,
+            DIM=max(_power_of_2(head_dim), 16),
+            BLOCK=16,
+        )
+
+    def begin(self, rows: torch.Tensor) -> None:
+        """Set how many candidates the next steps take of `rows`, (batch_size,) int64."""
+        counts = self._tables.counts[rows]
+        wanted = (counts // self._candidates).clamp_min(1)
+        self.wanted[rows] = wanted.where(counts > 0, 0).to(torch.int32)
+
+    def choose(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        req_to_token: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Write the layer's list of each row.
+
+        Args:
+            q: (batch_size, num_heads, head_dim), the step's queries; rows may be strided.
+            rows: (batch_size,) int64, those of `begin`.
+            req_to_token: (num_rows, width) int32, KV slot of each position.
+            scale: factor of the logits.
+        """
+        batch, num_heads, head_dim = q.shape
+        num_kv_heads = num_heads // self._group
+        tables, max_count = self._tables, self._keys.shape[1]
+        splits = _splits(batch * num_kv_heads, max_count)
+        where = (
+            *(self.words[layer], tables.positions[layer], tables.counts, tables.bases),
+            *(self.wanted, rows, req_to_token, self._weights, self._stats),
+        )
+        shape = {"HEADS_A_KV_HEAD": self._group, "NUM_SPLITS": splits, "BLOCK": BLOCK}
+        kernels.lse_kernel[(batch, num_kv_heads, splits)](
+            q,
+            self.codes.weigh[layer],
+            *where,
+            self._histograms,
+            q.stride(0),
+            req_to_token.stride(0),
+            max_count,
+            num_kv_heads,
+            scale * kernels.LOG2E,
+            HEAD_DIM=head_dim,
+            DIM=max(_power_of_2(head_dim), 16),
+            **shape,
+        )
+        blocks = _splits(batch, max_count)
+        kernels.weigh_kernel[(batch, blocks)](
+            *where,
+            self._keys,
+            self._histograms,
+            req_to_token.stride(0),
+            max_count,
+            num_kv_heads,
+            NUM_BLOCKS=blocks,
+            **shape,
+        )
+        kernels.pick_kernel[(batch, blocks)](
+            tables.positions[layer],
+            tables.counts,
+            self.wanted,
+            rows,
+            self._keys,
+            self._histograms,
+            self.positions,
+            max_count,
+            self.positions.shape[2],
+            NUM_SPLITS=blocks,
+            BLOCK=BLOCK,
+        )
+
+
+def _splits(pairs: int, max_count: int) -> int:
+    """A power of two: into how many parts candidates are split, by shapes that a graph fixes."""
+    wanted = min(-(-PROGRAMS // pairs), -(-max_count // BLOCK), MAX_SPLITS)
+    return _power_of_2(wanted)
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
