@@ -48,6 +48,7 @@ test-server: $(STAMP) model
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu tests
+	$(BIN)/python -m pytest tests/kernel/test_step_ranking.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
