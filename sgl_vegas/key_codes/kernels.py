@@ -12,9 +12,15 @@ LOG2E = 1.4426950408889634
 BITS = 64
 # Query heads of a KV head, padded to what a product takes.
 GROUP = 16
-BINS = 4096
-# Keys are logarithms of a weight's share of all: 32 octaves below 1.
-BINS_PER_OCTAVE = 128
+# Candidates that have scores relative to one maximum.
+BLOCK = tl.constexpr(128)
+# Blocks whose softmax sums are merged at a time.
+MERGED = tl.constexpr(64)
+# A weight's bin is its logarithm, down to 32 octaves below 1.
+BINS = tl.constexpr(1024)
+BINS_PER_OCTAVE = tl.constexpr(32)
+# Candidates that the picking kernel counts at a time.
+COUNTED = tl.constexpr(4096)
 
 
 @triton.jit
@@ -41,7 +47,7 @@ def encode_kernel(
     keys = tl.load(cache + at, (i[:, None] < n) & (d[None, :] < HEAD_DIM), other=0.0)
     of_head = encode + head * HEAD_DIM * 64
     matrix = tl.load(of_head + d[:, None] * 64 + c[None, :], d[:, None] < HEAD_DIM, other=0.0)
-    levels = tl.dot(keys.to(tl.float32), matrix, input_precision="ieee")
+    levels = tl.dot(keys.to(tl.float32), matrix, input_precision="tf32x3")
     levels = tl.floor(levels + tl.load(shift + head * 64 + c)[None, :])
     levels = tl.minimum(tl.maximum(levels, 0.0), tl.load(most + head * 64 + c)[None, :])
     fields = levels.to(tl.int64) << tl.load(offsets + head * 64 + c).to(tl.int64)[None, :]
@@ -49,61 +55,24 @@ def encode_kernel(
 
 
 @triton.jit
-def _chunk(count, split, num_splits, BLOCK: tl.constexpr):
-    """A split's candidates: [start, end)."""
-    size = tl.cdiv(tl.cdiv(count, num_splits), BLOCK) * BLOCK
-    start = tl.minimum(split * size, count)
-    return start, tl.minimum(start + size, count)
-
-
-@triton.jit
-def _bits(words, slots, t, end, num_kv_heads, head):
-    """(BLOCK, 64) float16, those of the candidates' codes."""
-    word = tl.load(words + slots * num_kv_heads + head, t < end, other=0)
-    return ((word[:, None] >> tl.arange(0, 64).to(tl.int64)[None, :]) & 1).to(tl.float16)
-
-
-@triton.jit
-def _slots(positions, row, t, end, base, max_count, req_to_token, req_to_token_stride):
-    """Of the candidates `t`; no table makes it read outside of its request's positions."""
-    position = tl.load(positions + row * max_count + t, t < end, other=0)
-    position = tl.minimum(tl.maximum(position, 0), base - 1)
-    return tl.load(req_to_token + row * req_to_token_stride + position, t < end, other=0).to(
-        tl.int64
-    )
-
-
-@triton.jit
-def lse_kernel(
+def weights_kernel(
     q,  # (batch, num_heads, HEAD_DIM), rows may be strided
     weigh,  # the layer's (num_kv_heads, 64, HEAD_DIM) float32
-    words,  # the layer's (num_slots, num_kv_heads) int64
-    positions,  # the layer's (num_rows, max_count) int32
-    counts,  # (num_rows,) int32
-    bases,  # (num_rows,) int32
     wanted,  # (num_rows,) int32
     rows,  # (batch,) int64
-    req_to_token,  # (num_rows, width) int32
     weights,  # (batch, num_kv_heads, 64, GROUP) float16, a bit's weight in log2 units
-    stats,  # (batch, num_kv_heads, splits, 2, GROUP) float32, maximum and sum of 2^(score - it)
     histograms,  # (batch, BINS) int32
     q_stride,
-    req_to_token_stride,
-    max_count,
     num_kv_heads,
     scale,  # of the logits, with log2(e)
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HEADS_A_KV_HEAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Softmax sums of a split of the candidates, and what the kernels behind it start from. Grid:
-    batch, KV heads, splits."""
-    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(rows + request)
-    count, base = tl.load(counts + row), tl.load(bases + row)
-    if tl.load(wanted + row) == 0:
+    """What each bit of a code counts for each query head. Clears the histograms. Grid: batch, KV
+    heads."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(wanted + tl.load(rows + request)) == 0:
         return
     g, d, j = tl.arange(0, 16), tl.arange(0, DIM), tl.arange(0, 64)
     heads = head * HEADS_A_KV_HEAD + g
@@ -115,82 +84,128 @@ def lse_kernel(
     of_bits = tl.load(
         weigh + (head * 64 + j[:, None]) * HEAD_DIM + d[None, :], d[None, :] < HEAD_DIM, other=0.0
     )
-    # (64, GROUP)
-    product = tl.dot(of_bits, queries.to(tl.float32), input_precision="ieee")
-    of_head = (product * scale).to(tl.float16)
-    if split == 0:
-        at = (request * num_kv_heads + head) * 64 + j[:, None]
-        tl.store(weights + at * 16 + g[None, :], of_head)
-        if head == 0:
-            bins = tl.arange(0, 4096)
-            tl.store(histograms + request * 4096 + bins, tl.zeros((4096,), tl.int32))
-    start, end = _chunk(count, split, NUM_SPLITS, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
-    maximum = tl.full((16,), -float("inf"), tl.float32)
-    total = tl.zeros((16,), tl.float32)
-    for t0 in range(start, end, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
-        slots = _slots(positions, row, t, end, base, max_count, req_to_token, req_to_token_stride)
-        scores = tl.dot(_bits(words, slots, t, end, num_kv_heads, head), of_head)
-        scores = tl.where(t[:, None] < end, scores, -float("inf"))
-        higher = tl.maximum(maximum, tl.max(scores, axis=0))
-        total = total * tl.exp2(maximum - higher)
-        total += tl.sum(tl.exp2(scores - higher[None, :]), axis=0)
-        maximum = higher
-    at = ((request * num_kv_heads + head) * NUM_SPLITS + split) * 32
-    tl.store(stats + at + g, maximum)
-    tl.store(stats + at + 16 + g, total)
+    product = tl.dot(of_bits, queries.to(tl.float32), input_precision="tf32") * scale
+    at = (request * num_kv_heads + head) * 64 + j[:, None]
+    tl.store(weights + at * 16 + g[None, :], product.to(tl.float16))
+    if head == 0:
+        bins = tl.arange(0, BINS)
+        tl.store(histograms + request * BINS + bins, tl.zeros((BINS,), tl.int32))
 
 
 @triton.jit
-def weigh_kernel(
-    words,
-    positions,
-    counts,
-    bases,
-    wanted,
-    rows,
-    req_to_token,
-    weights,
-    stats,
-    keys,  # (batch, max_count) int16, 12 bits of each candidate's weight's logarithm
-    histograms,
+def _bits(word):
+    """(n, 32) float16, the bits of (n,) int32."""
+    bits = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    # 0x3C00 is 1.0; a conversion would cost several times the product.
+    return (bits * 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def score_kernel(
+    words,  # the layer's (num_slots, num_kv_heads, 2) int32, lower half first
+    positions,  # the layer's (num_rows, max_count) int32
+    counts,  # (num_rows,) int32
+    bases,  # (num_rows,) int32
+    wanted,  # (num_rows,) int32
+    rows,  # (batch,) int64
+    req_to_token,  # (num_rows, width) int32
+    weights,  # (batch, NUM_KV_HEADS, 64, GROUP) float16
+    shares,  # (batch, max_count, num_heads) float16, 2^(score - the block's maximum)
+    stats,  # (batch, num_blocks, 2, num_heads) float32, each block's maxima and sums of shares
     req_to_token_stride,
     max_count,
-    num_kv_heads,
+    num_blocks,
+    NUM_KV_HEADS: tl.constexpr,
     HEADS_A_KV_HEAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Each candidate's weight, the mean over heads of its softmax share. Grid: batch, parts. The
-    arguments are those of `lse_kernel`."""
-    request, split = tl.program_id(0), tl.program_id(1)
+    """Scores of the candidates' codes. Grid: batch, parts of the blocks."""
+    request = tl.program_id(0)
     row = tl.load(rows + request)
     count, base = tl.load(counts + row), tl.load(bases + row)
     if tl.load(wanted + row) == 0:
         return
-    g, j, s = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, NUM_SPLITS)
-    start, end = _chunk(count, split, NUM_BLOCKS, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
-    for t0 in range(start, end, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
-        slots = _slots(positions, row, t, end, base, max_count, req_to_token, req_to_token_stride)
-        weight = tl.zeros((BLOCK,), tl.float32)
-        for head in range(0, num_kv_heads):
-            of_head = request * num_kv_heads + head
-            at = (of_head * NUM_SPLITS + s[:, None]) * 32 + g[None, :]
-            maxima, sums = tl.load(stats + at), tl.load(stats + at + 16)
-            maximum = tl.max(maxima, axis=0)
-            # A split without candidates has the maximum -inf and adds nothing.
-            total = tl.sum(sums * tl.exp2(maxima - maximum[None, :]), axis=0)
-            of_bits = tl.load(weights + (of_head * 64 + j[:, None]) * 16 + g[None, :])
-            scores = tl.dot(_bits(words, slots, t, end, num_kv_heads, head), of_bits)
-            shares = tl.exp2(scores - maximum[None, :]) / total[None, :]
-            weight += tl.sum(tl.where(g[None, :] < HEADS_A_KV_HEAD, shares, 0.0), axis=1)
-        mean = tl.maximum(weight / (num_kv_heads * HEADS_A_KV_HEAD), 1e-30)
-        key = ((tl.log2(mean) + 32.0) * 128).to(tl.int32)
-        key = tl.minimum(tl.maximum(key, 0), 4095)
-        tl.store(keys + request * max_count + t, key.to(tl.int16), t < end)
-        tl.atomic_add(histograms + request * 4096 + key, 1, t < end, sem="relaxed")
+    g, j = tl.arange(0, 16), tl.arange(0, 32)
+    real = g < HEADS_A_KV_HEAD
+    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_A_KV_HEAD
+    for block in range(tl.program_id(1), tl.cdiv(count, BLOCK), tl.num_programs(1)):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        position = tl.load(positions + row * max_count + t, t < count, other=0)
+        # No table makes it read outside of its request's positions.
+        position = tl.minimum(tl.maximum(position, 0), base - 1)
+        slot = tl.load(req_to_token + row * req_to_token_stride + position, t < count, other=0)
+        at_slot = words + slot.to(tl.int64) * (NUM_KV_HEADS * 2)
+        at_share = shares + (request.to(tl.int64) * max_count + t[:, None]) * num_heads
+        at_stats = stats + (request * num_blocks + block) * 2 * num_heads
+        for head in tl.static_range(NUM_KV_HEADS):
+            low = tl.load(at_slot + head * 2, t < count, other=0)
+            high = tl.load(at_slot + head * 2 + 1, t < count, other=0)
+            of_bits = (
+                weights + ((request * NUM_KV_HEADS + head) * 64 + j[:, None]) * 16 + g[None, :]
+            )
+            scores = tl.dot(_bits(low), tl.load(of_bits))
+            scores += tl.dot(_bits(high), tl.load(of_bits + 32 * 16))
+            scores = tl.where(t[:, None] < count, scores, -float("inf"))
+            maximum = tl.max(scores, axis=0)
+            share = tl.exp2(scores - maximum[None, :])
+            of_head = head * HEADS_A_KV_HEAD + g
+            tl.store(
+                at_share + of_head[None, :],
+                share.to(tl.float16),
+                (t[:, None] < count) & real[None, :],
+            )
+            tl.store(at_stats + of_head, maximum, real)
+            tl.store(at_stats + num_heads + of_head, tl.sum(share, axis=0), real)
+
+
+@triton.jit
+def weigh_kernel(
+    counts,
+    wanted,
+    rows,
+    shares,
+    stats,
+    keys,  # (batch, max_count) int16, each candidate's bin
+    histograms,
+    max_count,
+    num_blocks,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Each candidate's weight, the mean over heads of its softmax share. Grid: batch, parts of the
+    blocks. HEADS is NUM_HEADS as a power of two."""
+    request = tl.program_id(0)
+    row = tl.load(rows + request)
+    count = tl.load(counts + row)
+    if tl.load(wanted + row) == 0:
+        return
+    h, b = tl.arange(0, HEADS), tl.arange(0, MERGED)
+    real = h < NUM_HEADS
+    blocks = tl.cdiv(count, BLOCK)
+    own = stats + request * num_blocks * 2 * NUM_HEADS + h
+    maximum = tl.full((HEADS,), -float("inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    for first in range(0, blocks, MERGED):
+        at = own[None, :] + (first + b[:, None]) * 2 * NUM_HEADS
+        used = (first + b[:, None] < blocks) & real[None, :]
+        maxima = tl.load(at, used, other=-float("inf"))
+        sums = tl.load(at + NUM_HEADS, used, other=0.0)
+        higher = tl.maximum(maximum, tl.max(maxima, axis=0))
+        # Padding has no maximum at all.
+        higher = tl.where(real, higher, 0.0)
+        total = total * tl.exp2(maximum - higher)
+        total += tl.sum(sums * tl.exp2(maxima - higher[None, :]), axis=0)
+        maximum = higher
+    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        of_block = tl.load(own + block * 2 * NUM_HEADS, real, other=-float("inf"))
+        factor = tl.where(real, tl.exp2(of_block - maximum) / (total * NUM_HEADS), 0.0)
+        at = shares + (request.to(tl.int64) * max_count + t[:, None]) * NUM_HEADS + h[None, :]
+        share = tl.load(at, (t[:, None] < count) & real[None, :], other=0.0)
+        weight = tl.sum(share.to(tl.float32) * factor[None, :], axis=1)
+        key = ((tl.log2(tl.maximum(weight, 1e-30)) + 32.0) * BINS_PER_OCTAVE).to(tl.int32)
+        key = tl.minimum(tl.maximum(key, 0), BINS - 1)
+        tl.store(keys + request.to(tl.int64) * max_count + t, key.to(tl.int16), t < count)
+        tl.atomic_add(histograms + request * BINS + key, 1, t < count, sem="relaxed")
 
 
 @triton.jit
@@ -211,31 +226,32 @@ def pick_kernel(
     chosen,  # (num_rows, max_chosen) int32
     max_count,
     max_chosen,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Writes each row's `wanted` heaviest candidates, those at the threshold last, each in the
     table's order. Grid: batch, parts."""
-    request, split = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(0)
     row = tl.load(rows + request)
     count, target = tl.load(counts + row), tl.load(wanted + row)
-    if target == 0:
+    size = tl.cdiv(tl.cdiv(count, tl.num_programs(1)), TILE) * TILE
+    start = tl.program_id(1) * size
+    end = tl.minimum(start + size, count)
+    if (target == 0) | (start >= end):
         return
-    bins = tl.arange(0, 4096)
-    histogram = tl.load(histograms + request * 4096 + bins)
+    bins = tl.arange(0, BINS)
+    histogram = tl.load(histograms + request * BINS + bins)
     # Candidates with at least a bin's key.
     reach = count - (tl.cumsum(histogram, axis=0) - histogram)
     threshold = tl.max(tl.where(reach >= target, bins, 0), axis=0)
     above = tl.sum(tl.where(bins > threshold, histogram, 0), axis=0)
-    own = keys + request * max_count
-    start, end = _chunk(count, split, NUM_SPLITS, BLOCK)
+    own = keys + request.to(tl.int64) * max_count
     place_above, place_at = 0, above
-    for t0 in range(0, start, BLOCK):
-        is_above, is_at = _counted(own, t0 + tl.arange(0, BLOCK), start, threshold)
+    for t0 in range(0, start, COUNTED):
+        is_above, is_at = _counted(own, t0 + tl.arange(0, COUNTED), start, threshold)
         place_above += tl.sum(is_above, axis=0)
         place_at += tl.sum(is_at, axis=0)
-    for t0 in range(start, end, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
+    for t0 in range(start, end, TILE):
+        t = t0 + tl.arange(0, TILE)
         is_above, is_at = _counted(own, t, end, threshold)
         position = tl.load(positions + row * max_count + t, t < end, other=0)
         place = tl.where(

@@ -14,10 +14,10 @@ from sgl_vegas.tables.request_tables import RequestTables
 # To a type checker, what Triton compiles are functions of constants only.
 kernels: Any = triton_kernels
 
-BLOCK = 64
-MAX_SPLITS = 32
-# Programs that a launch should have at least, where there is work for so many.
-PROGRAMS = 256
+# Programs that a launch should have, where there is work for so many: a few a processor.
+PROGRAMS = 512
+# Candidates that a program of the picking kernel lists at a time.
+TILE = 1024
 
 
 class StepRanking:
@@ -60,16 +60,20 @@ class StepRanking:
                 f"vegas-refresh on a GPU needs at most {group} query heads a KV head, the model "
                 f"has {self._group}."
             )
-        of_heads = (max_batch, num_kv_heads)
-        self._weights = buffer(*of_heads, kernels.BITS, group, dtype=torch.float16)
-        self._stats = buffer(*of_heads, MAX_SPLITS, 2, group, dtype=torch.float32)
+        blocks = -(-max_count // kernels.BLOCK.value)
+        self._weights = buffer(max_batch, num_kv_heads, kernels.BITS, group, dtype=torch.float16)
+        self._shares = buffer(max_batch, max_count, num_heads, dtype=torch.float16)
+        self._stats = buffer(max_batch, blocks, 2, num_heads, dtype=torch.float32)
         self._keys = buffer(max_batch, max_count, dtype=torch.int16)
-        self._histograms = buffer(max_batch, kernels.BINS, dtype=torch.int32)
+        self._histograms = buffer(max_batch, kernels.BINS.value, dtype=torch.int32)
 
     @property
     def nbytes(self) -> int:
-        buffers = (self.words, self.positions, self.wanted, self._weights, self._stats, self._keys)
-        return sum(x.nbytes for x in (*buffers, self._histograms))
+        buffers = (
+            *(self.words, self.positions, self.wanted, self._weights, self._shares),
+            *(self._stats, self._keys, self._histograms),
+        )
+        return sum(x.nbytes for x in buffers)
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int) -> int:
@@ -120,40 +124,56 @@ class StepRanking:
         """
         batch, num_heads, head_dim = q.shape
         num_kv_heads = num_heads // self._group
-        tables, max_count = self._tables, self._keys.shape[1]
-        splits = _splits(batch * num_kv_heads, max_count)
-        where = (
-            *(self.words[layer], tables.positions[layer], tables.counts, tables.bases),
-            *(self.wanted, rows, req_to_token, self._weights, self._stats),
-        )
-        shape = {"HEADS_A_KV_HEAD": self._group, "NUM_SPLITS": splits, "BLOCK": BLOCK}
-        kernels.lse_kernel[(batch, num_kv_heads, splits)](
+        tables, num_blocks = self._tables, self._stats.shape[1]
+        max_count = tables.positions.shape[2]
+        parts = min(-(-PROGRAMS // batch), num_blocks)
+        positions = tables.positions[layer]
+        kernels.weights_kernel[(batch, num_kv_heads)](
             q,
             self.codes.weigh[layer],
-            *where,
+            self.wanted,
+            rows,
+            self._weights,
             self._histograms,
             q.stride(0),
-            req_to_token.stride(0),
-            max_count,
             num_kv_heads,
             scale * kernels.LOG2E,
             HEAD_DIM=head_dim,
             DIM=max(_power_of_2(head_dim), 16),
-            **shape,
+            HEADS_A_KV_HEAD=self._group,
         )
-        blocks = _splits(batch, max_count)
-        kernels.weigh_kernel[(batch, blocks)](
-            *where,
-            self._keys,
-            self._histograms,
+        kernels.score_kernel[(batch, parts)](
+            self.words[layer].view(torch.int32),
+            positions,
+            tables.counts,
+            tables.bases,
+            self.wanted,
+            rows,
+            req_to_token,
+            self._weights,
+            self._shares,
+            self._stats,
             req_to_token.stride(0),
             max_count,
-            num_kv_heads,
-            NUM_BLOCKS=blocks,
-            **shape,
+            num_blocks,
+            NUM_KV_HEADS=num_kv_heads,
+            HEADS_A_KV_HEAD=self._group,
         )
-        kernels.pick_kernel[(batch, blocks)](
-            tables.positions[layer],
+        kernels.weigh_kernel[(batch, parts)](
+            tables.counts,
+            self.wanted,
+            rows,
+            self._shares,
+            self._stats,
+            self._keys,
+            self._histograms,
+            max_count,
+            num_blocks,
+            NUM_HEADS=num_heads,
+            HEADS=_power_of_2(num_heads),
+        )
+        kernels.pick_kernel[(batch, min(parts, -(-max_count // TILE)))](
+            positions,
             tables.counts,
             self.wanted,
             rows,
@@ -162,15 +182,9 @@ class StepRanking:
             self.positions,
             max_count,
             self.positions.shape[2],
-            NUM_SPLITS=blocks,
-            BLOCK=BLOCK,
+            TILE=TILE,
+            num_warps=8,
         )
-
-
-def _splits(pairs: int, max_count: int) -> int:
-    """A power of two: into how many parts candidates are split, by shapes that a graph fixes."""
-    wanted = min(-(-PROGRAMS // pairs), -(-max_count // BLOCK), MAX_SPLITS)
-    return _power_of_2(wanted)
 
 
 def _power_of_2(least: int) -> int:

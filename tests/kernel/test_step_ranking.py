@@ -24,7 +24,8 @@ LAYERS, CANDIDATES = 2, 4
 SHAPES = ((6, 2, 64), (3, 1, 32), (16, 1, 128), (14, 2, 80), (8, 8, 96))
 # The interpreter is slow.
 TRIED = SHAPES if ON_GPU else SHAPES[:3]
-LONG = 600 if ON_GPU else 150
+# On the GPU more than the kernels merge or count at a time.
+LONG = 20_000 if ON_GPU else 150
 in_triton = pytest.mark.skipif(
     not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
     reason="no GPU; set TRITON_INTERPRET=1",
@@ -152,12 +153,12 @@ def test_chooses_the_heaviest(shape: tuple[int, int, int], strided: bool) -> Non
             picked = [places[int(position)] for position in chosen]
             assert len(set(picked)) == wanted
             least = weights.sort(descending=True).values[wanted - 1]
-            # A bin of the histogram is 2^(1/128) wide; products are of float16.
-            assert weights[picked].min() >= least * 2 ** (-4 / 128)
+            # A bin of the histogram is 2^(1/32) wide; products are of float16.
+            assert weights[picked].min() >= least * 2 ** (-1.5 / 32)
             left = torch.ones(count, dtype=torch.bool)
             left[picked] = False
             if left.any():
-                assert weights[left].max() <= least * 2 ** (4 / 128)
+                assert weights[left].max() <= least * 2 ** (1.5 / 32)
 
 
 @in_triton
