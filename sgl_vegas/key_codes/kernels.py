@@ -102,7 +102,7 @@ def _bits(word):
 
 @triton.jit
 def score_kernel(
-    words,  # the layer's (num_slots, num_kv_heads, 2) int32, lower half first
+    words,  # the layer's (num_slots, num_kv_heads) int64
     positions,  # the layer's (num_rows, max_count) int32
     counts,  # (num_rows,) int32
     bases,  # (num_rows,) int32
@@ -110,7 +110,7 @@ def score_kernel(
     rows,  # (batch,) int64
     req_to_token,  # (num_rows, width) int32
     weights,  # (batch, NUM_KV_HEADS, 64, GROUP) float16
-    shares,  # (batch, max_count, num_heads) float16, 2^(score - the block's maximum)
+    shares,  # (batch, num_kv_heads, max_count, group) float16, 2^(score - the block's maximum)
     stats,  # (batch, num_blocks, 2, num_heads) float32, each block's maxima and sums of shares
     req_to_token_stride,
     max_count,
@@ -133,23 +133,22 @@ def score_kernel(
         # No table makes it read outside of its request's positions.
         position = tl.minimum(tl.maximum(position, 0), base - 1)
         slot = tl.load(req_to_token + row * req_to_token_stride + position, t < count, other=0)
-        at_slot = words + slot.to(tl.int64) * (NUM_KV_HEADS * 2)
-        at_share = shares + (request.to(tl.int64) * max_count + t[:, None]) * num_heads
+        at_slot = words + slot.to(tl.int64) * NUM_KV_HEADS
         at_stats = stats + (request * num_blocks + block) * 2 * num_heads
         for head in tl.static_range(NUM_KV_HEADS):
-            low = tl.load(at_slot + head * 2, t < count, other=0)
-            high = tl.load(at_slot + head * 2 + 1, t < count, other=0)
+            word = tl.load(at_slot + head, t < count, other=0)
             of_bits = (
                 weights + ((request * NUM_KV_HEADS + head) * 64 + j[:, None]) * 16 + g[None, :]
             )
-            scores = tl.dot(_bits(low), tl.load(of_bits))
-            scores += tl.dot(_bits(high), tl.load(of_bits + 32 * 16))
+            scores = tl.dot(_bits(word.to(tl.int32)), tl.load(of_bits))
+            scores += tl.dot(_bits((word >> 32).to(tl.int32)), tl.load(of_bits + 32 * 16))
             scores = tl.where(t[:, None] < count, scores, -float("inf"))
             maximum = tl.max(scores, axis=0)
             share = tl.exp2(scores - maximum[None, :])
             of_head = head * HEADS_A_KV_HEAD + g
+            at_share = (request.to(tl.int64) * NUM_KV_HEADS + head) * max_count + t[:, None]
             tl.store(
-                at_share + of_head[None, :],
+                shares + at_share * HEADS_A_KV_HEAD + g[None, :],
                 share.to(tl.float16),
                 (t[:, None] < count) & real[None, :],
             )
@@ -168,27 +167,29 @@ def weigh_kernel(
     histograms,
     max_count,
     num_blocks,
-    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS_A_KV_HEAD: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Each candidate's weight, the mean over heads of its softmax share. Grid: batch, parts of the
-    blocks. HEADS is NUM_HEADS as a power of two."""
+    blocks. HEADS is a power of two, the number of query heads or more."""
     request = tl.program_id(0)
     row = tl.load(rows + request)
     count = tl.load(counts + row)
     if tl.load(wanted + row) == 0:
         return
+    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_A_KV_HEAD
     h, b = tl.arange(0, HEADS), tl.arange(0, MERGED)
-    real = h < NUM_HEADS
+    real = h < num_heads
     blocks = tl.cdiv(count, BLOCK)
-    own = stats + request * num_blocks * 2 * NUM_HEADS + h
+    own = stats + request * num_blocks * 2 * num_heads + h
     maximum = tl.full((HEADS,), -float("inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     for first in range(0, blocks, MERGED):
-        at = own[None, :] + (first + b[:, None]) * 2 * NUM_HEADS
+        at = own[None, :] + (first + b[:, None]) * 2 * num_heads
         used = (first + b[:, None] < blocks) & real[None, :]
         maxima = tl.load(at, used, other=-float("inf"))
-        sums = tl.load(at + NUM_HEADS, used, other=0.0)
+        sums = tl.load(at + num_heads, used, other=0.0)
         higher = tl.maximum(maximum, tl.max(maxima, axis=0))
         # Padding has no maximum at all.
         higher = tl.where(real, higher, 0.0)
@@ -197,10 +198,11 @@ def weigh_kernel(
         maximum = higher
     for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
         t = block * BLOCK + tl.arange(0, BLOCK)
-        of_block = tl.load(own + block * 2 * NUM_HEADS, real, other=-float("inf"))
-        factor = tl.where(real, tl.exp2(of_block - maximum) / (total * NUM_HEADS), 0.0)
-        at = shares + (request.to(tl.int64) * max_count + t[:, None]) * NUM_HEADS + h[None, :]
-        share = tl.load(at, (t[:, None] < count) & real[None, :], other=0.0)
+        of_block = tl.load(own + block * 2 * num_heads, real, other=-float("inf"))
+        factor = tl.where(real, tl.exp2(of_block - maximum) / (total * num_heads), 0.0)
+        at = request.to(tl.int64) * NUM_KV_HEADS + h[None, :] // HEADS_A_KV_HEAD
+        at = (at * max_count + t[:, None]) * HEADS_A_KV_HEAD + h[None, :] % HEADS_A_KV_HEAD
+        share = tl.load(shares + at, (t[:, None] < count) & real[None, :], other=0.0)
         weight = tl.sum(share.to(tl.float32) * factor[None, :], axis=1)
         key = ((tl.log2(tl.maximum(weight, 1e-30)) + 32.0) * BINS_PER_OCTAVE).to(tl.int32)
         key = tl.minimum(tl.maximum(key, 0), BINS - 1)

@@ -62,7 +62,9 @@ class StepRanking:
             )
         blocks = -(-max_count // kernels.BLOCK.value)
         self._weights = buffer(max_batch, num_kv_heads, kernels.BITS, group, dtype=torch.float16)
-        self._shares = buffer(max_batch, max_count, num_heads, dtype=torch.float16)
+        self._shares = buffer(
+            *(max_batch, num_kv_heads, max_count, self._group), dtype=torch.float16
+        )
         self._stats = buffer(max_batch, blocks, 2, num_heads, dtype=torch.float32)
         self._keys = buffer(max_batch, max_count, dtype=torch.int16)
         self._histograms = buffer(max_batch, kernels.BINS.value, dtype=torch.int32)
@@ -143,7 +145,7 @@ class StepRanking:
             HEADS_A_KV_HEAD=self._group,
         )
         kernels.score_kernel[(batch, parts)](
-            self.words[layer].view(torch.int32),
+            self.words[layer],
             positions,
             tables.counts,
             tables.bases,
@@ -169,7 +171,8 @@ class StepRanking:
             self._histograms,
             max_count,
             num_blocks,
-            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEADS_A_KV_HEAD=self._group,
             HEADS=_power_of_2(num_heads),
         )
         kernels.pick_kernel[(batch, min(parts, -(-max_count // TILE)))](
