@@ -117,6 +117,7 @@ def score_kernel(
     num_blocks,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_A_KV_HEAD: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):
     """Scores of the candidates' codes. Grid: batch, parts of the blocks."""
     request = tl.program_id(0)
@@ -135,25 +136,27 @@ def score_kernel(
         slot = tl.load(req_to_token + row * req_to_token_stride + position, t < count, other=0)
         at_slot = words + slot.to(tl.int64) * NUM_KV_HEADS
         at_stats = stats + (request * num_blocks + block) * 2 * num_heads
-        for head in tl.static_range(NUM_KV_HEADS):
-            word = tl.load(at_slot + head, t < count, other=0)
-            of_bits = (
-                weights + ((request * NUM_KV_HEADS + head) * 64 + j[:, None]) * 16 + g[None, :]
-            )
-            scores = tl.dot(_bits(word.to(tl.int32)), tl.load(of_bits))
-            scores += tl.dot(_bits((word >> 32).to(tl.int32)), tl.load(of_bits + 32 * 16))
-            scores = tl.where(t[:, None] < count, scores, -float("inf"))
-            maximum = tl.max(scores, axis=0)
-            share = tl.exp2(scores - maximum[None, :])
-            of_head = head * HEADS_A_KV_HEAD + g
-            at_share = (request.to(tl.int64) * NUM_KV_HEADS + head) * max_count + t[:, None]
-            tl.store(
-                shares + at_share * HEADS_A_KV_HEAD + g[None, :],
-                share.to(tl.float16),
-                (t[:, None] < count) & real[None, :],
-            )
-            tl.store(at_stats + of_head, maximum, real)
-            tl.store(at_stats + num_heads + of_head, tl.sum(share, axis=0), real)
+        for first in range(0, NUM_KV_HEADS, UNROLLED):
+            for offset in tl.static_range(UNROLLED):
+                head = first + offset
+                word = tl.load(at_slot + head, t < count, other=0)
+                of_bits = (
+                    weights + ((request * NUM_KV_HEADS + head) * 64 + j[:, None]) * 16 + g[None, :]
+                )
+                scores = tl.dot(_bits(word.to(tl.int32)), tl.load(of_bits))
+                scores += tl.dot(_bits((word >> 32).to(tl.int32)), tl.load(of_bits + 32 * 16))
+                scores = tl.where(t[:, None] < count, scores, -float("inf"))
+                maximum = tl.max(scores, axis=0)
+                share = tl.exp2(scores - maximum[None, :])
+                of_head = head * HEADS_A_KV_HEAD + g
+                at_share = (request.to(tl.int64) * NUM_KV_HEADS + head) * max_count + t[:, None]
+                tl.store(
+                    shares + at_share * HEADS_A_KV_HEAD + g[None, :],
+                    share.to(tl.float16),
+                    (t[:, None] < count) & real[None, :],
+                )
+                tl.store(at_stats + of_head, maximum, real)
+                tl.store(at_stats + num_heads + of_head, tl.sum(share, axis=0), real)
 
 
 @triton.jit

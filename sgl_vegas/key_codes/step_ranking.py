@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -160,6 +161,7 @@ class StepRanking:
             num_blocks,
             NUM_KV_HEADS=num_kv_heads,
             HEADS_A_KV_HEAD=self._group,
+            UNROLLED=math.gcd(num_kv_heads, 4),
         )
         kernels.weigh_kernel[(batch, parts)](
             tables.counts,
