@@ -41,7 +41,8 @@ test: lint test-unit test-server
 
 test-unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernel/test_step_ranking.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernel/test_step_ranking.py \
+		tests/kernel/test_refresh_order.py
 
 test-server: $(STAMP) model
 	$(BIN)/python -m pytest tests/server

@@ -30,7 +30,7 @@ from sgl_vegas.key_codes.basis import fit_basis  # noqa: E402
 from sgl_vegas.key_codes.moments import Moments  # noqa: E402
 from sgl_vegas.key_codes.step_ranking import StepRanking  # noqa: E402
 from sgl_vegas.key_codes.words import WordCodes  # noqa: E402
-from sgl_vegas.selection.refresh import CANDIDATES  # noqa: E402
+from sgl_vegas.selection.refresh import RefreshPolicy  # noqa: E402
 from sgl_vegas.tables.request_tables import RequestTables  # noqa: E402
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -63,7 +63,7 @@ def measure(shape: Shape) -> dict[str, Any]:
     kv_shape = (batch * length + 1, shape.num_kv_heads, shape.head_dim)
     share = 64 / (2 * 16 * shape.head_dim)
     budget = int(RATIO * length)
-    candidates = int(budget * CANDIDATES / (1 + CANDIDATES * share))
+    candidates = int(budget * RefreshPolicy.candidates / (1 + RefreshPolicy.candidates * share))
     caches = [
         tuple(torch.randn(kv_shape, device=DEVICE, dtype=DTYPE) for _ in range(2))
         for _ in range(LAYERS)
@@ -93,7 +93,12 @@ def measure(shape: Shape) -> dict[str, Any]:
         moments.add(layer, q.cpu(), keys[:2000].cpu())
     held, wide = made(budget), made(candidates)
     ranking = StepRanking(
-        WordCodes.of(fit_basis(moments, 64)), wide, CANDIDATES, shape.num_heads, kv_shape[0], batch
+        WordCodes.of(fit_basis(moments, 64)),
+        wide,
+        RefreshPolicy.candidates,
+        shape.num_heads,
+        kv_shape[0],
+        batch,
     )
     every = torch.arange(kv_shape[0], device=DEVICE)
     for layer, (keys, _) in enumerate(caches):
@@ -101,7 +106,7 @@ def measure(shape: Shape) -> dict[str, Any]:
     held_tables = Tables(held.positions, held.counts, held.bases)
     ranked_tables = Tables(ranking.positions, ranking.wanted, wide.bases)
     calls = shape.num_layers + 1
-    new_slots = req_to_token[1:, -1].repeat(7).long()
+    new_slots = req_to_token[1:, length - 7 : length].flatten().long()
 
     # Call 0 is what comes once a pass.
     def vegas(call: int) -> None:

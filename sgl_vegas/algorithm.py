@@ -192,6 +192,9 @@ _REFUSED_FLAGS: dict[str, Callable[[Any], bool]] = {
     "--disaggregation-mode prefill/decode; serve both phases in one process": (
         lambda a: a.disaggregation_mode != "null"
     ),
+    "--enable-lmcache/--enable-flexkv: not tried with it; leave them out": (
+        lambda a: a.enable_lmcache or a.enable_flexkv
+    ),
     "--enable-hierarchical-cache; leave it out": lambda a: a.enable_hierarchical_cache,
     "--grammar-backend outlines; use xgrammar or llguidance": (
         lambda a: a.grammar_backend == "outlines"

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from sgl_vegas.config import VegasConfig
 from sgl_vegas.draft_graphs import DraftGraphs
+from sgl_vegas.selection.policy import SelectionPolicy
 from sgl_vegas.sglang_compat import replay_verify_graph
+from sgl_vegas.tables.request_tables import RequestTables
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class IterationCosts:
         plain_ms, drafts_ms, verify_ms: one a batch size: a plain step, all gamma draft steps, a
             verify pass.
         kv_ms_per_token: time to read one token's KV of all layers.
+        candidate_ms: time that a draft step of all layers takes to rank one entry of a table again;
+            0 where none does.
     """
 
     batch_sizes: list[int]
@@ -42,9 +45,10 @@ class IterationCosts:
     drafts_ms: list[float]
     verify_ms: list[float]
     kv_ms_per_token: float
+    candidate_ms: float = 0.0
 
     def speedup(
-        self, batch: int, context: int, config: VegasConfig, tokens_per_iteration: float
+        self, batch: int, context: int, policy: SelectionPolicy, tokens_per_iteration: float
     ) -> float:
         """Estimated speed-up of drafting and verifying over plain steps.
 
@@ -53,11 +57,13 @@ class IterationCosts:
         """
         index = min(bisect.bisect_left(self.batch_sizes, batch), len(self.batch_sizes) - 1)
         full = context * self.kv_ms_per_token
-        selected = batch * config.budget(context // batch) * self.kv_ms_per_token
+        each = context // batch
+        step = batch * policy.attended(each) * self.kv_ms_per_token
+        if policy.table_size(each) < each:
+            step += batch * policy.table_size(each) * self.candidate_ms
         plain = self.plain_ms[index] + full
-        iteration = (
-            self.drafts_ms[index] + config.num_steps * selected + self.verify_ms[index] + full
-        )
+        drafts = self.drafts_ms[index] + policy.config.num_steps * step
+        iteration = drafts + self.verify_ms[index] + full
         return tokens_per_iteration * plain / iteration
 
 
@@ -69,23 +75,24 @@ class Payoff:
         costs: None: always draft.
     """
 
-    config: VegasConfig
+    policy: SelectionPolicy
     costs: IterationCosts | None
     tokens_per_iteration: float = field(init=False)
     _in_flight: deque[bool] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self._prior = 1 + PRIOR_SHARE * self.config.num_steps
+        self._prior = 1 + PRIOR_SHARE * self.policy.config.num_steps
         self.tokens_per_iteration = self._prior
 
     def drafts(self, batch: int, context: int) -> bool:
         """Whether the next iteration of `batch` requests over `context` KV tokens should draft."""
-        if self.config.speculate_above is not None:
-            pays = context >= self.config.speculate_above
+        above = self.policy.config.speculate_above
+        if above is not None:
+            pays = context >= above
         elif self.costs is None:
             pays = True
         else:
-            speedup = self.costs.speedup(batch, context, self.config, self.tokens_per_iteration)
+            speedup = self.costs.speedup(batch, context, self.policy, self.tokens_per_iteration)
             pays = speedup > MARGIN
         self._in_flight.append(pays)
         return pays
@@ -119,7 +126,13 @@ def read_bandwidth(device: torch.device | str) -> float:
     return 2 * source.nbytes / gpu_ms(lambda: target.copy_(source), repeats=5)
 
 
-def measure_costs(graphs: DraftGraphs, model_runner: Any, kv_bytes: int) -> IterationCosts:
+def measure_costs(
+    graphs: DraftGraphs,
+    model_runner: Any,
+    kv_bytes: int,
+    policy: SelectionPolicy,
+    tables: RequestTables,
+) -> IterationCosts:
     """Time every captured graph on padded rows, and what a token's KV of `kv_bytes` takes to
     read."""
     sizes = graphs.batch_sizes
@@ -127,20 +140,37 @@ def measure_costs(graphs: DraftGraphs, model_runner: Any, kv_bytes: int) -> Iter
     def times(kind: str) -> list[float]:
         return [gpu_ms(partial(graphs.replay_empty, kind, bs)) for bs in sizes]
 
+    drafts_ms = times("greedy")
     costs = IterationCosts(
         batch_sizes=sizes,
         plain_ms=times("plain"),
-        drafts_ms=times("greedy"),
+        drafts_ms=drafts_ms,
         verify_ms=[gpu_ms(partial(replay_verify_graph, model_runner, bs)) for bs in sizes],
         kv_ms_per_token=kv_bytes / read_bandwidth(model_runner.device),
+        candidate_ms=_candidate_ms(graphs, policy, tables, drafts_ms[-1]),
     )
     logger.info(
         "VEGAS step times without KV, ms, by batch size: plain %s, drafts %s, verify %s; "
-        "KV %.1f ms a million tokens",
+        "KV %.1f ms and ranking %.1f ms a million tokens",
         *(
             {bs: round(ms, 2) for bs, ms in zip(sizes, values, strict=True)}
             for values in (costs.plain_ms, costs.drafts_ms, costs.verify_ms)
         ),
         costs.kv_ms_per_token * 1e6,
+        costs.candidate_ms * 1e6,
     )
     return costs
+
+
+def _candidate_ms(
+    graphs: DraftGraphs, policy: SelectionPolicy, tables: RequestTables, without_ms: float
+) -> float:
+    """As `IterationCosts.candidate_ms`: the largest graph on padded rows again, that time with a
+    full table, of position 0 only."""
+    if not policy.reselects:
+        return 0.0
+    bs, count = graphs.batch_sizes[-1], tables.positions.shape[2]
+    tables.counts[0], tables.bases[0] = count, 1
+    with_ms = gpu_ms(partial(graphs.replay_empty, "greedy", bs))
+    tables.counts[0], tables.bases[0] = 0, 0
+    return max(with_ms - without_ms, 0.0) / (policy.config.num_steps * bs * count)

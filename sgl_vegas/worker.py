@@ -102,7 +102,7 @@ class VegasWorker(BaseSpecWorker):
             if self.workspace.scores is not None:
                 self.tables.references = self.workspace.scores.score_ref.flatten(2)
                 self.first_tables.score_capacity = self.workspace.score_capacity
-        self.payoff = Payoff(self.config, costs=None)
+        self.payoff = Payoff(self.policy, costs=None)
         self.penalties = PenaltyTracker(self.vocab_size, self.device)
         self.timer = PhaseTimer.from_env()
         self.graphs: DraftGraphs | None = None
@@ -185,7 +185,7 @@ class VegasWorker(BaseSpecWorker):
             self.config,
             self.policy,
             score_tokens,
-            pool_tokens + 1,  # slot 0 is for padding
+            pool_tokens + 1,  # a page more, for padding
             dtype,
         )
         graphs: Any = self.server_args.cuda_graph_config
@@ -196,7 +196,7 @@ class VegasWorker(BaseSpecWorker):
         sizes = {
             "tables": self.tables.nbytes,
             "scores": workspace.score_bytes,
-            "key codes": workspace.code_bytes,
+            "key codes and their ranking": workspace.code_bytes,
             "draft probabilities": self.draft_probs.nbytes,
             "attention workspaces": workspace.nbytes,
         }
@@ -225,7 +225,12 @@ class VegasWorker(BaseSpecWorker):
         else:
             ranking = self.workspace.ranking
             pool_slots = len(runner.token_to_kv_pool.get_key_buffer(0))
-            assert ranking is None or pool_slots <= ranking.words.shape[1], "more slots than codes"
+            if ranking is not None and pool_slots > ranking.words.shape[1]:
+                raise RuntimeError(
+                    f"The KV pool has {pool_slots} slots, and there is room for the codes of "
+                    f"{ranking.words.shape[1]}: memory was freed while the server started. Start "
+                    "again, or set --max-total-tokens."
+                )
             kernels = CudaKernels(self.workspace, *kernel_arguments)
         self.backend = VegasAttentionBackend(
             runner.attn_backend, kernels, runner.req_to_token_pool, runner.token_to_kv_pool
@@ -250,7 +255,9 @@ class VegasWorker(BaseSpecWorker):
         self.graphs = DraftGraphs(self.drafter, batch_sizes, self.draft_probs)
         self.graphs.capture()
         if self.config.speculate_above is None:
-            self.payoff.costs = measure_costs(self.graphs, self.model_runner, self.kv_bytes)
+            self.payoff.costs = measure_costs(
+                self.graphs, self.model_runner, self.kv_bytes, self.policy, self.tables
+            )
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0

@@ -17,7 +17,7 @@ from sgl_vegas.config import VegasConfig
 from sgl_vegas.key_codes.step_ranking import StepRanking
 from sgl_vegas.key_codes.words import WordCodes
 from sgl_vegas.selection.policy import SelectionPolicy
-from sgl_vegas.selection.refresh import CANDIDATES, RefreshPolicy
+from sgl_vegas.selection.refresh import RefreshPolicy
 from sgl_vegas.tables.request_tables import RequestTables
 
 
@@ -77,7 +77,9 @@ class CudaWorkspace:
         self.ranking: StepRanking | None = None
         if self.scores is not None and isinstance(policy, RefreshPolicy):
             codes = WordCodes.of(policy.basis)
-            self.ranking = StepRanking(codes, tables, CANDIDATES, num_heads, num_slots, max_batch)
+            self.ranking = StepRanking(
+                codes, tables, policy.candidates, num_heads, num_slots, max_batch
+            )
         self.code_bytes = self.ranking.nbytes if self.ranking is not None else 0
 
 
@@ -202,8 +204,6 @@ class CudaKernels:
             layer=layer,
             new_kv=new_kv,
         )
-        if self._ranking is not None:
-            self._ranking.encode(layer, self._new_slots, k_cache)
         if self._scores is not None:
             self._attended.record()
             self._beside.wait_event(self._attended)
@@ -215,6 +215,8 @@ class CudaKernels:
         elif self._torch is not None:
             queries = q.unflatten(0, (-1, self._num_draft_tokens))
             self._torch.select_verified(layer, queries, k_cache, scale)
+        if self._ranking is not None:
+            self._ranking.encode(layer, self._new_slots, k_cache)
         return out
 
     def accepted(self, num_correct_drafts: torch.Tensor) -> None:

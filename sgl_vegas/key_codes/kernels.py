@@ -1,7 +1,8 @@
 """Triton kernels of the draft steps that rank again: encode keys, weigh candidates, pick the best.
 
 Like the CUDA kernels they read lengths on the device only, allocate nothing, and have the same grid
-for any lengths, so that they can be captured. `words.py` is their reference in PyTorch.
+for any lengths, so that they can be captured. `words.py` is the reference of codes
+and scores in PyTorch.
 """
 
 # Triton reads the annotations of a kernel's parameters: no postponed ones here.
@@ -23,7 +24,8 @@ BINS_PER_OCTAVE = tl.constexpr(32)
 COUNTED = tl.constexpr(4096)
 
 
-@triton.jit
+# A server would compile it again for the first prefill of one token.
+@triton.jit(do_not_specialize=["n"])
 def encode_kernel(
     cache,  # (num_slots, num_kv_heads, HEAD_DIM)
     slots,  # (n,) int64
@@ -113,6 +115,7 @@ def score_kernel(
     shares,  # (batch, num_kv_heads, max_count, group) float16, 2^(score - the block's maximum)
     stats,  # (batch, num_blocks, 2, num_heads) float32, each block's maxima and sums of shares
     req_to_token_stride,
+    width,  # of req_to_token
     max_count,
     num_blocks,
     NUM_KV_HEADS: tl.constexpr,
@@ -122,7 +125,8 @@ def score_kernel(
     """Scores of the candidates' codes. Grid: batch, parts of the blocks."""
     request = tl.program_id(0)
     row = tl.load(rows + request)
-    count, base = tl.load(counts + row), tl.load(bases + row)
+    count = tl.minimum(tl.load(counts + row), max_count)
+    base = tl.minimum(tl.load(bases + row), width)
     if tl.load(wanted + row) == 0:
         return
     g, j = tl.arange(0, 16), tl.arange(0, 32)
@@ -131,8 +135,8 @@ def score_kernel(
     for block in range(tl.program_id(1), tl.cdiv(count, BLOCK), tl.num_programs(1)):
         t = block * BLOCK + tl.arange(0, BLOCK)
         position = tl.load(positions + row * max_count + t, t < count, other=0)
-        # No table makes it read outside of its request's positions.
-        position = tl.minimum(tl.maximum(position, 0), base - 1)
+        # No table makes it read outside of its request's row.
+        position = tl.maximum(tl.minimum(position, base - 1), 0)
         slot = tl.load(req_to_token + row * req_to_token_stride + position, t < count, other=0)
         at_slot = words + slot.to(tl.int64) * NUM_KV_HEADS
         at_stats = stats + (request * num_blocks + block) * 2 * num_heads
@@ -178,7 +182,7 @@ def weigh_kernel(
     blocks. HEADS is a power of two, the number of query heads or more."""
     request = tl.program_id(0)
     row = tl.load(rows + request)
-    count = tl.load(counts + row)
+    count = tl.minimum(tl.load(counts + row), max_count)
     if tl.load(wanted + row) == 0:
         return
     num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_A_KV_HEAD
@@ -237,7 +241,7 @@ def pick_kernel(
     table's order. Grid: batch, parts."""
     request = tl.program_id(0)
     row = tl.load(rows + request)
-    count, target = tl.load(counts + row), tl.load(wanted + row)
+    count, target = tl.minimum(tl.load(counts + row), max_count), tl.load(wanted + row)
     size = tl.cdiv(tl.cdiv(count, tl.num_programs(1)), TILE) * TILE
     start = tl.program_id(1) * size
     end = tl.minimum(start + size, count)

@@ -56,11 +56,7 @@ class StepRanking:
         self._tables, self._candidates = tables, candidates
         self._group = num_heads // num_kv_heads
         group = kernels.GROUP
-        if self._group > group:
-            raise ValueError(
-                f"vegas-refresh on a GPU needs at most {group} query heads a KV head, the model "
-                f"has {self._group}."
-            )
+        assert self._group <= group, "the attention kernels have no more either"
         blocks = -(-max_count // kernels.BLOCK.value)
         self._weights = buffer(max_batch, num_kv_heads, kernels.BITS, group, dtype=torch.float16)
         self._shares = buffer(
@@ -157,6 +153,7 @@ class StepRanking:
             self._shares,
             self._stats,
             req_to_token.stride(0),
+            req_to_token.shape[1],
             max_count,
             num_blocks,
             NUM_KV_HEADS=num_kv_heads,

@@ -172,7 +172,4 @@ class AttendedLists:
 
 def width_of(lane: Lane) -> int:
     """Most entries that a lane selects while its text lasts."""
-    longest = len(lane.text)
-    if not (lane.policy.makes_tables or lane.policy.reselects):
-        return longest
-    return max(map(lane.policy.attended, range(lane.text.prompt_len, longest + 1)))
+    return max(map(lane.policy.attended, range(lane.text.prompt_len, len(lane.text) + 1)))

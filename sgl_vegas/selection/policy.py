@@ -68,8 +68,9 @@ class SelectionPolicy:
         return self.table_config.budget(seq_len)
 
     def attended(self, seq_len: int) -> int:
-        """Most positions that a draft step attends to beside the recent ones."""
-        return self.config.budget(seq_len)
+        """Most positions of `seq_len` that a draft step attends to beside the recent ones."""
+        selects = self.makes_tables or self.reselects
+        return self.config.budget(seq_len) if selects else seq_len
 
     def extra_reads(self, seq_len: int) -> float:
         """What a draft step reads to choose, in KV entries, beside those that it attends to; the

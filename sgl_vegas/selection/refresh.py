@@ -13,9 +13,6 @@ from sgl_vegas.key_codes.words import WordCodes
 from sgl_vegas.selection.policy import Collected
 from sgl_vegas.selection.ranked import RankedPolicy
 
-# Candidates that verification leaves, a time those that a draft step attends to.
-CANDIDATES = 4
-
 
 class RefreshPolicy(RankedPolicy):
     """Verification chooses four times as many candidates as drafts attend to; every draft step
@@ -29,6 +26,10 @@ class RefreshPolicy(RankedPolicy):
 
     collects = Collected.FIRST_AND_LAST
     reselects = True
+    #: Candidates that verification leaves, a time those that a draft step attends to.
+    candidates = 4
+    #: Of how many draft steps the first ranks again; CUDA kernels do at every one.
+    every = 1
 
     def __init__(self, config: VegasConfig) -> None:
         """Raises:
@@ -42,7 +43,10 @@ class RefreshPolicy(RankedPolicy):
                 "`python -m sgl_vegas.calibrate` writes."
             )
         self.basis = load_basis(config.key_basis)
-        widened = CANDIDATES / (1 + CANDIDATES * self.basis.share_of_entry)
+        ranking_steps = -(-config.num_steps // self.every)
+        # What codes cost a step, as a share of a candidate's KV entry.
+        self._code_share = self.basis.share_of_entry * ranking_steps / config.num_steps
+        widened = self.candidates / (1 + self.candidates * self._code_share)
         if config.sparsity_ratio * widened >= 1:
             raise ValueError(
                 f"--vegas-sparsity-ratio must be below {1 / widened:.3f} with --vegas-policy "
@@ -65,11 +69,11 @@ class RefreshPolicy(RankedPolicy):
 
     def attended(self, seq_len: int) -> int:
         size = self.table_size(seq_len)
-        return size if size == seq_len else max(size // CANDIDATES, 1)
+        return size if size == seq_len else max(size // self.candidates, 1)
 
     def extra_reads(self, seq_len: int) -> float:
         size = self.table_size(seq_len)
-        return 0.0 if size == seq_len else size * self.basis.share_of_entry
+        return 0.0 if size == seq_len else size * self._code_share
 
     def check_server(
         self, num_layers: int, num_kv_heads: int, head_dim: int, in_kernels: bool
@@ -92,7 +96,9 @@ class RefreshPolicy(RankedPolicy):
         seq_lens: tuple[int, ...],
         tables: torch.Tensor | None,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        if step % self.every:
+            return None
         assert tables is not None
         if self.basis.means.device != q.device:
             self.basis = self.basis.to(q.device)

@@ -80,6 +80,6 @@ class FirstTables:
         length = len(req.prefix_indices)
         if node is None:
             return False
-        # What a table wasn't chosen from is attended to as a whole, once: not more than a table
-        # holds. Nor is a table worth much that was chosen for another text that far.
+        # What a table wasn't chosen from is attended to as a whole, once: not more than a budget.
+        # Nor is a table worth much that was chosen for another text that far.
         return self.prefixes.take(node, req.req_pool_idx, length, seq_len - budget, length + budget)

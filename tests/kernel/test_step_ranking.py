@@ -17,7 +17,8 @@ from sgl_vegas.key_codes.step_ranking import StepRanking
 from sgl_vegas.key_codes.words import WordCodes, encode_keys, score_words
 from sgl_vegas.tables.request_tables import RequestTables
 
-ON_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
 LAYERS, CANDIDATES = 2, 4
 # heads, KV heads, head dim
@@ -27,7 +28,7 @@ TRIED = SHAPES if ON_GPU else SHAPES[:3]
 # On the GPU more than the kernels merge or count at a time.
 LONG = 20_000 if ON_GPU else 150
 in_triton = pytest.mark.skipif(
-    not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
+    not (ON_GPU or INTERPRETED),
     reason="no GPU; set TRITON_INTERPRET=1",
 )
 
@@ -173,3 +174,8 @@ def test_padding_and_wrong_tables_are_harmless() -> None:
     ranking.choose(0, q, padded, req_to_token, 0.1)
     assert ranking.wanted.tolist() == [0, 16, 0]
     assert not ranking.positions[0, 0].any()
+    # Nor does a base or a count, however wrong.
+    tables.bases[1], tables.counts[1] = 2**31 - 1, 2**31 - 1
+    ranking.choose(0, q, padded, req_to_token, 0.1)
+    tables.bases[1] = 0
+    ranking.choose(0, q, padded, req_to_token, 0.1)

@@ -16,7 +16,7 @@ from sgl_vegas.key_codes.basis import ERRORS, STEPS, KeyBasis, fit_basis, load_b
 from sgl_vegas.key_codes.moments import Moments
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.selection.policy import build_policy
-from sgl_vegas.selection.refresh import CANDIDATES, RefreshPolicy
+from sgl_vegas.selection.refresh import RefreshPolicy
 from tests.tiny_model import CONTEXT_LEN, VOCAB_SIZE, make_tiny_model
 
 HEADS, KV_HEADS, DIM, LAYERS = 6, 2, 16, 2
@@ -186,8 +186,8 @@ def test_reads_are_within_the_budget(policy: RefreshPolicy) -> None:
         budget = policy.config.budget(seq_len)
         read = policy.attended(seq_len) + policy.extra_reads(seq_len)
         assert budget - 2 <= read < budget + 1
-        wanted = CANDIDATES * policy.attended(seq_len)
-        assert wanted <= policy.table_size(seq_len) < wanted + CANDIDATES
+        wanted = policy.candidates * policy.attended(seq_len)
+        assert wanted <= policy.table_size(seq_len) < wanted + policy.candidates
     # All of a short context are candidates.
     for seq_len in (40, 41, 100):
         assert policy.table_size(seq_len) == policy.attended(seq_len) == seq_len
@@ -231,6 +231,7 @@ def test_a_step_ranks_the_candidates(policy: RefreshPolicy) -> None:
         tables[i, :size] = order[:size]
     for layer in range(LAYERS):
         chosen = policy.select_step(layer, 0, q, keys, lens, tables, SCALE)
+        assert chosen is not None
         for i, seq_len in enumerate(lens):
             table = tables[i][tables[i] >= 0]
             mine = chosen[i][chosen[i] >= 0]
