@@ -52,6 +52,8 @@ REFUSED = [
     ("disaggregation_mode", "prefill", "--disaggregation-mode"),
     ("disaggregation_mode", "decode", "--disaggregation-mode"),
     ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+    ("enable_lmcache", True, "--enable-lmcache"),
+    ("enable_flexkv", True, "--enable-flexkv"),
     ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
     ("enable_pdmux", True, "--enable-pdmux"),
     ("enable_hisparse", True, "--enable-hisparse"),
