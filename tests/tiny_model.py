@@ -10,20 +10,31 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.server_process import Server, has_cuda, launch_server
+from tests.tiny_tokenizer import make_tokenizer
 
 VOCAB_SIZE = 96
 CONTEXT_LEN = 256
 BATCH = 64
 # More than 7, so that a step at the context limit allocates past SGLang's own row width.
 NUM_STEPS = 10
-# Sparse from the first tokens on, one row a request.
-TINY_FLAGS = (
+MIN_TOKENS = 32
+# One row a request; a full batch of long answers overflows the pool, since requests are admitted as
+# if they would hardly generate.
+POOL_TOKENS = 8000
+SERVER_FLAGS = (
     *(("--dtype", "float16") if has_cuda() else ()),
-    *("--skip-tokenizer-init", "--max-running-requests", str(BATCH)),
+    *("--max-running-requests", str(BATCH), "--max-total-tokens", str(POOL_TOKENS)),
+    *("--schedule-conservativeness", "0.01"),
+    *("--tool-call-parser", "qwen25"),
+)
+# Sparse from the first tokens on.
+VEGAS_FLAGS = (
     *("--speculative-num-steps", str(NUM_STEPS)),
-    *("--vegas-min-tokens", "32", "--vegas-sparsity-ratio", "0.1"),
+    *("--vegas-min-tokens", str(MIN_TOKENS), "--vegas-sparsity-ratio", "0.1"),
     *("--vegas-speculate-above", "0"),
 )
+# Plain SGLang counts penalties one step late under its overlap schedule, and caches a token more.
+PLAIN_FLAGS = ("--disable-overlap-schedule",)
 
 
 def make_tiny_model(folder: Path) -> LlamaForCausalLM:
@@ -52,6 +63,7 @@ def make_tiny_model(folder: Path) -> LlamaForCausalLM:
         # Exact in any type that a server holds it in.
         parameter.data = parameter.data.half().float()
     model.save_pretrained(folder)
+    make_tokenizer(folder)
     return model.double().eval()
 
 
@@ -69,14 +81,15 @@ def check_greedy(model: LlamaForCausalLM, ids: list[int], answer: list[int]) -> 
 
 
 @contextmanager
-def tiny_server(folder: Path, *flags: str) -> Iterator[Server]:
-    """VEGAS over the model in `folder`."""
+def tiny_server(folder: Path, *flags: str, algorithm: str | None = "VEGAS") -> Iterator[Server]:
+    """A server over the model in `folder`; plain SGLang where `algorithm` is None."""
     with launch_server(
         folder,
-        algorithm="VEGAS",
-        extra_args=(*TINY_FLAGS, *flags),
-        # Its kernels are so small that a second thread only waits.
-        env={"OMP_NUM_THREADS": "1"},
-        log_path=folder / "server.log",
+        algorithm=algorithm,
+        extra_args=(*SERVER_FLAGS, *(VEGAS_FLAGS if algorithm else PLAIN_FLAGS), *flags),
+        # Its kernels are so small that a second thread only waits, and that compiling one costs
+        # more than it saves.
+        env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+        log_path=folder / f"{algorithm or 'plain'}.log",
     ) as server:
         yield server

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import ServerSlot
 from tests.prompts import Prompt, load_tokenizer, parity_prompts
 from tests.server import traffic
+from tests.server.pair import Pair
 from tests.server_process import Server
 from tests.tiny_model import make_tiny_model, tiny_server
 
@@ -75,12 +76,21 @@ def plain(
 
 
 @pytest.fixture(scope="session")
-def tiny(
-    server_slot: ServerSlot, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Any]]:
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny(server_slot: ServerSlot, tiny_folder: Path) -> Iterator[tuple[Server, Any]]:
     """A VEGAS server over a tiny model, and that model in float64."""
     server_slot.stop()
-    folder = tmp_path_factory.mktemp("tiny")
-    model = make_tiny_model(folder)
-    with tiny_server(folder) as server:
+    model = make_tiny_model(tiny_folder)
+    with tiny_server(tiny_folder, "--enable-metrics") as server:
         yield server, model
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tiny: tuple[Server, Any], tiny_folder: Path) -> Iterator[Pair]:
+    """Plain SGLang and VEGAS over the tiny model, to be asked one after the other."""
+    with tiny_server(tiny_folder, algorithm=None) as server:
+        yield Pair(plain=server, vegas=tiny[0])

@@ -1,0 +1,178 @@
+"""Clients that hang up and retry, a pool that runs out, and what is left behind: nothing.
+
+The numbers are those of docs/cases.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from tests.server.mixed_traffic import table_cache
+from tests.server.pair import GREEDY, Pair, generate_body, prompt
+from tests.server_process import Server
+from tests.tiny_model import BATCH, check_greedy
+
+pytestmark = pytest.mark.server
+
+HANG_UP_AFTER_S = 0.015
+IDLE_WITHIN_S = 30.0
+CLIENTS = 16
+NUM_MIXED = 500
+RETRACTED = "KV cache pool is full. Retract requests."
+
+
+def answers(server: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        return list(clients.map(lambda body: server.post("/generate", body), bodies))
+
+
+def wait_until_idle(server: Server) -> dict[str, Any]:
+    """The load once nothing runs."""
+    end = time.monotonic() + IDLE_WITHIN_S
+    while True:
+        load = server.load()
+        if load["num_running_reqs"] == load["num_waiting_reqs"] == 0 or time.monotonic() > end:
+            return load
+        time.sleep(0.1)
+
+
+def assert_nothing_is_held(server: Server) -> None:
+    """SGLang counts as used what is neither free nor in the prefix cache, which is empty then."""
+    load = wait_until_idle(server)
+    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
+    server.flush_cache()
+    assert server.load()["num_used_tokens"] == 0
+    cache = table_cache(server)
+    assert cache["tables"] == cache["used_bytes"] == 0
+
+
+def hang_up(server: Server, body: dict[str, Any], after_s: float = HANG_UP_AFTER_S) -> None:
+    with contextlib.suppress(requests.RequestException):
+        requests.post(server.url + "/generate", json=body, timeout=after_s)
+
+
+def test_case_03_cancel_and_retry_beside_others(tiny_pair: Pair) -> None:
+    """One prefix for all; bystanders' answers are those of plain SGLang, where they are alone."""
+    prefix = prompt(120)
+    bystanders = [generate_body(prefix + prompt(20, salt=n), max_new_tokens=60) for n in range(6)]
+    retried = [generate_body(prefix + prompt(9, salt=n), max_new_tokens=100) for n in range(6, 12)]
+    bodies = bystanders + retried
+    tiny_pair.flush()
+    alone = [tiny_pair.plain.post("/generate", body)["output_ids"] for body in bodies]
+    server = tiny_pair.vegas
+    for attempt in range(4):
+
+        def client(index: int, attempt: int = attempt) -> list[int]:
+            if index >= len(bystanders):
+                for _ in range(3):
+                    hang_up(server, bodies[index], HANG_UP_AFTER_S * (1 + attempt))
+            return server.post("/generate", bodies[index])["output_ids"]
+
+        with ThreadPoolExecutor(len(bodies)) as clients:
+            assert list(clients.map(client, range(len(bodies)))) == alone
+    assert_nothing_is_held(server)
+
+
+def test_case_06_retracted_again_and_again(tiny_pair: Pair) -> None:
+    """As many long requests as run at once, twice what the pool holds, of three kinds."""
+    bodies = [generate_body(prompt(30 + n, salt=n), max_new_tokens=150) for n in range(BATCH)]
+    for n, body in enumerate(bodies):
+        if n % 3 == 1:
+            body["sampling_params"] |= {"frequency_penalty": 0.6, "repetition_penalty": 1.2}
+        if n % 3 == 2:
+            body |= {"return_logprob": True, "top_logprobs_num": 2}
+    tiny_pair.flush()
+    # One at a time: plain SGLang forgets counts at retractions, and where batches merge.
+    whole = [tiny_pair.plain.post("/generate", body) for body in bodies]
+    seen = len(tiny_pair.vegas.log())
+    with ThreadPoolExecutor(BATCH) as clients:
+        got = list(clients.map(lambda b: tiny_pair.vegas.post("/generate", b), bodies))
+    assert tiny_pair.vegas.log()[seen:].count(RETRACTED) >= 3
+    for n, (want, answer) in enumerate(zip(whole, got, strict=True)):
+        if n % 3 != 1 or answer["meta_info"].get("num_retractions", 0) == 0:
+            assert answer["output_ids"] == want["output_ids"], n
+        if n % 3 == 2:
+            entries = answer["meta_info"]["output_token_logprobs"]
+            assert [entry[1] for entry in entries] == answer["output_ids"]
+    assert_nothing_is_held(tiny_pair.vegas)
+
+
+def test_case_07_a_resumed_request_starts_anew(tiny: tuple[Server, Any]) -> None:
+    """Rows of retracted requests go to others, whose tables they must not draft by, nor theirs."""
+    server, model = tiny
+    bodies = [generate_body(prompt(24 + n, salt=n), max_new_tokens=150) for n in range(BATCH)]
+    # Short ones take the rows that retractions leave.
+    bodies += [generate_body(prompt(100, salt=n), max_new_tokens=5) for n in range(BATCH)]
+    before = len(server.log())
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        got = list(clients.map(lambda body: server.post("/generate", body), bodies))
+    assert RETRACTED in server.log()[before:]
+    for body, answer in zip(bodies, got, strict=True):
+        check_greedy(model, body["input_ids"], answer["output_ids"])
+    assert_nothing_is_held(server)
+
+
+def mixed_body(generator: random.Random) -> dict[str, Any]:
+    """A request of any kind that the server takes, short ones mostly."""
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        dict,
+        lambda: {"temperature": 1.0, "top_p": 0.9},
+        lambda: {"temperature": 0.8, "min_p": 0.1, "n": 3},
+        lambda: {"frequency_penalty": 0.5},
+        lambda: {"ignore_eos": False, "stop_token_ids": [generator.randrange(96)]},
+        lambda: {"regex": "[a-z]{1,30}", "ignore_eos": False},
+        lambda: {"max_new_tokens": 0},
+        lambda: {"max_new_tokens": 150},
+    ]
+    shared = prompt(generator.choice([0, 40, 80]))
+    ids = shared + prompt(generator.randrange(1, 60), salt=generator.randrange(1, 40))
+    sampling = {"max_new_tokens": generator.choice([1, 5, 20, 40]), **generator.choice(kinds)()}
+    return generate_body(ids, **sampling)
+
+
+def test_case_08_mixed_requests_leave_no_slot_behind(tiny: tuple[Server, Any]) -> None:
+    server, _ = tiny
+    generator = random.Random(8)
+    bodies = [mixed_body(generator) for _ in range(NUM_MIXED)]
+    cancelled = {n for n in range(NUM_MIXED) if generator.random() < 0.2}
+
+    def client(n: int) -> None:
+        if n in cancelled:
+            hang_up(server, bodies[n], generator.random() * 0.1)
+        else:
+            server.post("/generate", bodies[n])
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        list(clients.map(client, range(NUM_MIXED)))
+    assert_nothing_is_held(server)
+
+
+def test_case_17_disconnects_at_any_time(tiny: tuple[Server, Any]) -> None:
+    """From before the prefill to deep in the answer: at each time something else is under way."""
+    server, model = tiny
+    body = generate_body(prompt(100), max_new_tokens=150)
+    for milliseconds in range(1, 90, 3):
+        hang_up(server, body, milliseconds / 1000)
+    assert wait_until_idle(server)["num_running_reqs"] == 0
+    # While streaming, after any number of chunks; others go on beside.
+    with ThreadPoolExecutor(4) as clients:
+        beside = [
+            clients.submit(server.generate, prompt(50 + n), **{**GREEDY, "max_new_tokens": 150})
+            for n in range(4)
+        ]
+        for chunks in range(6):
+            stream = server.events("/generate", {**body, "stream": True})
+            for _ in range(chunks):
+                next(stream)
+            stream.close()
+        for n, answer in enumerate(beside):
+            check_greedy(model, prompt(50 + n), answer.result()["output_ids"])
+    assert_nothing_is_held(server)
