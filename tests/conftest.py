@@ -37,14 +37,6 @@ SETUPS = {
             *("--enable-metrics", "--decode-log-interval", "8"),
         ),
     ),
-    "small_pool_server": Setup(
-        "VEGAS",
-        (
-            *("--speculative-num-steps", "4", "--max-total-tokens", "4400"),
-            # Admit requests as if they would hardly generate, so that the pool runs out.
-            *("--schedule-conservativeness", "0.01"),
-        ),
-    ),
 }
 
 
@@ -122,9 +114,3 @@ def plain_server(server_slot: ServerSlot) -> Server:
 def vegas_server(server_slot: ServerSlot) -> Server:
     """VEGAS, gamma 7, with metrics and a pool that holds every test's requests."""
     return server_slot.get("vegas_server")
-
-
-@pytest.fixture
-def small_pool_server(server_slot: ServerSlot) -> Server:
-    """VEGAS, gamma 4, with a pool that several long requests overflow."""
-    return server_slot.get("small_pool_server")

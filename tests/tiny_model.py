@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,7 +81,12 @@ def check_greedy(model: LlamaForCausalLM, ids: list[int], answer: list[int]) -> 
 
 
 @contextmanager
-def tiny_server(folder: Path, *flags: str, algorithm: str | None = "VEGAS") -> Iterator[Server]:
+def tiny_server(
+    folder: Path,
+    *flags: str,
+    algorithm: str | None = "VEGAS",
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """A server over the model in `folder`; plain SGLang where `algorithm` is None."""
     with launch_server(
         folder,
@@ -89,7 +94,7 @@ def tiny_server(folder: Path, *flags: str, algorithm: str | None = "VEGAS") -> I
         extra_args=(*SERVER_FLAGS, *(VEGAS_FLAGS if algorithm else PLAIN_FLAGS), *flags),
         # Its kernels are so small that a second thread only waits, and that compiling one costs
         # more than it saves.
-        env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+        env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **(env or {})},
         log_path=folder / f"{algorithm or 'plain'}.log",
     ) as server:
         yield server

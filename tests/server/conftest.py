@@ -23,7 +23,6 @@ class PlainAnswers:
     prefix_hits: dict[str, traffic.Answer]
     near_the_limit: dict[str, traffic.Answer]
     chat_turns: dict[str, traffic.ChatTurn]
-    long_answers: list[traffic.Answer]
     openai_calls: dict[str, list[dict[str, Any]]]
 
 
@@ -50,17 +49,11 @@ def ending_prompt(prompts: list[Prompt]) -> Prompt:
 
 
 @pytest.fixture(scope="session")
-def retraction_prompts(prompts: list[Prompt]) -> list[Prompt]:
-    return [p for p in prompts if "-1k" in p.name][:5]
-
-
-@pytest.fixture(scope="session")
 def plain(
     server_slot: ServerSlot,
     prompts: list[Prompt],
     prefix_prompts: list[Prompt],
     ending_prompt: Prompt,
-    retraction_prompts: list[Prompt],
 ) -> PlainAnswers:
     server = server_slot.get("plain_server")
     answers = PlainAnswers(
@@ -68,7 +61,6 @@ def plain(
         prefix_hits=traffic.prefix_hits(server, prefix_prompts),
         near_the_limit=traffic.stops_near_the_limit(server, ending_prompt),
         chat_turns=traffic.chat_turns(server),
-        long_answers=traffic.long_answers(server, retraction_prompts),
         openai_calls=traffic.openai_calls(server),
     )
     server_slot.stop()
@@ -85,7 +77,10 @@ def tiny(server_slot: ServerSlot, tiny_folder: Path) -> Iterator[tuple[Server, A
     """A VEGAS server over a tiny model, and that model in float64."""
     server_slot.stop()
     model = make_tiny_model(tiny_folder)
-    with tiny_server(tiny_folder, "--enable-metrics") as server:
+    # A table takes about a KB, so that many requests at once overflow the table cache.
+    with tiny_server(
+        tiny_folder, "--enable-metrics", "--vegas-table-cache-gb", "0.00003"
+    ) as server:
         yield server, model
 
 

@@ -78,6 +78,9 @@ def test_case_03_cancel_and_retry_beside_others(tiny_pair: Pair) -> None:
 
         with ThreadPoolExecutor(len(bodies)) as clients:
             assert list(clients.map(client, range(len(bodies)))) == alone
+    # Tables were handed on, and given up for others, all the while.
+    cache = table_cache(server)
+    assert cache["hits"] > 0 and cache["evictions"] > 0
     assert_nothing_is_held(server)
 
 

@@ -131,11 +131,12 @@ def short_answer(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_bad_request(vegas_server: Server, case: str) -> None:
-    before = short_answer(vegas_server)
+def test_bad_request(tiny: tuple[Server, Any], case: str) -> None:
+    server, _ = tiny
+    before = short_answer(server)
     path, body = BAD_REQUESTS[case]
-    assert vegas_server.request("POST", path, body).status_code == 400
-    assert short_answer(vegas_server) == before
+    assert server.request("POST", path, body).status_code == 400
+    assert short_answer(server) == before
 
 
 def assert_pool_is_whole(server: Server) -> None:

@@ -10,16 +10,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import ServerSlot
 from tests.prompts import Prompt
-from tests.server import mixed_traffic, traffic
-from tests.server.conftest import PlainAnswers
+from tests.server import traffic
 from tests.server.mixed_traffic import table_cache
-from tests.server_process import Server, launch_server
+from tests.server.pair import generate_body, prompt
+from tests.server_process import Server
+from tests.tiny_model import check_greedy, make_tiny_model, tiny_server
 
 pytestmark = pytest.mark.server
 
 COUNTED = ("hits", "misses", "stores", "evictions")
-MIXED_TRAFFIC_S = 30.0
-MIXED_TRAFFIC_ANSWERS = 16
 NOT_KEPT = "VEGAS keeps no tables in the prefix cache"
 
 
@@ -102,24 +101,23 @@ def test_prometheus(vegas_server: Server, context: Prompt) -> None:
         assert found[f"sglang:vegas_table_cache_{name}_total"] == cache[name]
 
 
-def test_unified_radix_cache(
-    plain: PlainAnswers,
-    server_slot: ServerSlot,
-    model_path: Path,
-    prefix_prompts: list[Prompt],
-    tmp_path: Path,
-) -> None:
+def ask_by_prefixes(server: Server, model: Any) -> None:
+    """Prompts that share a prefix, each twice and then continued."""
+    for salt in range(3):
+        ids = prompt(100) + prompt(20, salt)
+        for more in ([], [], prompt(9, salt + 5)):
+            body = generate_body(ids + more, max_new_tokens=24)
+            answer = server.post("/generate", body)["output_ids"]
+            check_greedy(model, ids + more, answer)
+            ids += more + answer
+
+
+def test_unified_radix_cache(server_slot: ServerSlot, tmp_path: Path) -> None:
     server_slot.stop()
-    with launch_server(
-        model_path,
-        algorithm="VEGAS",
-        env={"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"},
-        log_path=tmp_path / "server.log",
-    ) as server:
-        answers = traffic.prefix_hits(server, prefix_prompts)
-        assert {name: a.ids for name, a in answers.items()} == {
-            name: a.ids for name, a in plain.prefix_hits.items()
-        }
+    model = make_tiny_model(tmp_path)
+    env = {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}
+    with tiny_server(tmp_path, env=env) as server:
+        ask_by_prefixes(server, model)
         cache = table_cache(server)
         assert cache["enabled"] and cache["hits"] >= 2
         assert NOT_KEPT not in server.log()
@@ -127,39 +125,10 @@ def test_unified_radix_cache(
         assert table_cache(server)["used_bytes"] == 0
 
 
-def test_without_a_radix_cache(
-    server_slot: ServerSlot, model_path: Path, context: Prompt, tmp_path: Path
-) -> None:
+def test_without_a_radix_cache(server_slot: ServerSlot, tmp_path: Path) -> None:
     server_slot.stop()
-    with launch_server(
-        model_path,
-        algorithm="VEGAS",
-        extra_args=["--disable-radix-cache"],
-        log_path=tmp_path / "server.log",
-    ) as server:
-        first, again = (generate(server, list(context.ids)) for _ in range(2))
-        assert first == again
+    model = make_tiny_model(tmp_path)
+    with tiny_server(tmp_path, "--disable-radix-cache") as server:
+        ask_by_prefixes(server, model)
         assert server.log().count(NOT_KEPT) == 1
         assert not table_cache(server)["enabled"]
-
-
-def test_mixed_traffic(
-    server_slot: ServerSlot, model_path: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-    """The short form of benchmark/soak.py."""
-    server_slot.stop()
-    some = mixed_traffic.make_requests(tokenizer)[::2]
-    with launch_server(
-        model_path,
-        algorithm="VEGAS",
-        extra_args=mixed_traffic.FLAGS,
-        log_path=tmp_path / "server.log",
-    ) as server:
-        before = server.load()["num_used_tokens"]
-        outcome = mixed_traffic.run(server, some, MIXED_TRAFFIC_S, MIXED_TRAFFIC_ANSWERS)
-        assert outcome.hung_up > 0
-        assert outcome.wrong == []
-        assert server.load()["num_used_tokens"] == before
-        cache = table_cache(server)
-        assert cache["hits"] > 0 and cache["evictions"] > 0
-        assert cache["tables"] == cache["used_bytes"] == 0

@@ -10,7 +10,6 @@ from tests.prompts import Prompt, prose
 from tests.server_process import Server
 
 NEW_TOKENS = 128
-RETRACTION_NEW_TOKENS = 192
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
 
 
@@ -127,12 +126,6 @@ def _chat_turn(server: Server, messages: Sequence[dict[str, str]]) -> ChatTurn:
         completion_tokens=usage["completion_tokens"],
         cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens", 0),
     )
-
-
-def long_answers(server: Server, prompts: Sequence[Prompt]) -> list[Answer]:
-    """Long answers to several prompts at once, from an empty prefix cache."""
-    server.flush_cache()
-    return ask_together(server, prompts, max_new_tokens=RETRACTION_NEW_TOKENS, ignore_eos=True)
 
 
 CONVERSATIONS = {
