@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 import requests
 
 LOG_TAIL_LINES = 40
+# Below what Linux hands out by default.
+PORTS = (20000, 32000)
 
 
 class ServerStartError(RuntimeError):
@@ -75,9 +78,16 @@ def log_tail(log_path: Path) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port for a server to listen on.
+
+    Not one that the system hands out by itself: in the half minute until the server listens, such
+    a port may become the near end of somebody's connection.
+    """
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _why(log_path: Path, what: str) -> str:

@@ -38,9 +38,10 @@ def _mostly(usual: Strategy) -> Strategy:
 
 def _some_of(fields: dict[str, Strategy], required: dict[str, Strategy] | None = None) -> Strategy:
     """Objects with some of `fields`, and now and then one that nobody knows."""
+    required = required or {}
     known = st.fixed_dictionaries(
-        {name: _mostly(values) for name, values in (required or {}).items()},
-        optional={name: _mostly(values) for name, values in fields.items()},
+        {name: _mostly(values) for name, values in required.items()},
+        optional={name: _mostly(v) for name, v in fields.items() if name not in required},
     )
     more = st.dictionaries(st.text(min_size=1, max_size=8), _junk, max_size=1)
     return st.builds(lambda a, b: {**b, **a}, known, more)

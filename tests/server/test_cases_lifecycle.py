@@ -29,11 +29,6 @@ NUM_MIXED = 500
 RETRACTED = "KV cache pool is full. Retract requests."
 
 
-def answers(server: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        return list(clients.map(lambda body: server.post("/generate", body), bodies))
-
-
 def wait_until_idle(server: Server) -> dict[str, Any]:
     """The load once nothing runs."""
     end = time.monotonic() + IDLE_WITHIN_S
@@ -68,7 +63,7 @@ def test_case_03_cancel_and_retry_beside_others(tiny_pair: Pair) -> None:
     tiny_pair.flush()
     alone = [tiny_pair.plain.post("/generate", body)["output_ids"] for body in bodies]
     server = tiny_pair.vegas
-    for attempt in range(4):
+    for attempt in (0, 2):
 
         def client(index: int, attempt: int = attempt) -> list[int]:
             if index >= len(bystanders):
@@ -89,19 +84,28 @@ def test_case_06_retracted_again_and_again(tiny_pair: Pair) -> None:
     bodies = [generate_body(prompt(30 + n, salt=n), max_new_tokens=150) for n in range(BATCH)]
     for n, body in enumerate(bodies):
         if n % 3 == 1:
-            body["sampling_params"] |= {"frequency_penalty": 0.6, "repetition_penalty": 1.2}
+            body["sampling_params"] |= {"frequency_penalty": 0.6}
         if n % 3 == 2:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
     tiny_pair.flush()
-    # One at a time: plain SGLang forgets counts at retractions, and where batches merge.
-    whole = [tiny_pair.plain.post("/generate", body) for body in bodies]
+    # Those with penalties one at a time: plain SGLang forgets counts where batches merge.
+    whole: dict[int, dict[str, Any]] = {}
+    for some, together in (
+        (range(1, BATCH, 3), 1),
+        (range(0, BATCH, 3), 16),
+        (range(2, BATCH, 3), 16),
+    ):
+        with ThreadPoolExecutor(together) as clients:
+            asked = [bodies[n] for n in some]
+            found = clients.map(lambda body: tiny_pair.plain.post("/generate", body), asked)
+            whole |= zip(some, found, strict=True)
     seen = len(tiny_pair.vegas.log())
     with ThreadPoolExecutor(BATCH) as clients:
         got = list(clients.map(lambda b: tiny_pair.vegas.post("/generate", b), bodies))
     assert tiny_pair.vegas.log()[seen:].count(RETRACTED) >= 3
-    for n, (want, answer) in enumerate(zip(whole, got, strict=True)):
+    for n, answer in enumerate(got):
         if n % 3 != 1 or answer["meta_info"].get("num_retractions", 0) == 0:
-            assert answer["output_ids"] == want["output_ids"], n
+            assert answer["output_ids"] == whole[n]["output_ids"], n
         if n % 3 == 2:
             entries = answer["meta_info"]["output_token_logprobs"]
             assert [entry[1] for entry in entries] == answer["output_ids"]
@@ -133,7 +137,7 @@ def mixed_body(generator: random.Random) -> dict[str, Any]:
         lambda: {"ignore_eos": False, "stop_token_ids": [generator.randrange(96)]},
         lambda: {"regex": "[a-z]{1,30}", "ignore_eos": False},
         lambda: {"max_new_tokens": 0},
-        lambda: {"max_new_tokens": 150},
+        lambda: {"max_new_tokens": 100},
     ]
     shared = prompt(generator.choice([0, 40, 80]))
     ids = shared + prompt(generator.randrange(1, 60), salt=generator.randrange(1, 40))
