@@ -49,8 +49,8 @@ class Pair:
         # What a request finds cached depends on who came first.
         cached = ("cached_tokens", "prompt_tokens_details")
         return [
-            compared(*answers, body, cached)
-            for *answers, body in zip(plain, vegas, bodies, strict=True)
+            compared(expected, answer, body, cached)
+            for expected, answer, body in zip(plain, vegas, bodies, strict=True)
         ]
 
     def check_one(self, body: dict[str, Any], path: str = "/generate") -> Any:

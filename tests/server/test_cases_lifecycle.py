@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.server.idle import assert_nothing_is_held, wait_until_idle
 from tests.server.mixed_traffic import table_cache
 from tests.server.pair import GREEDY, Pair, generate_body, prompt
 from tests.server_process import Server
@@ -23,30 +23,9 @@ from tests.tiny_model import BATCH, check_greedy
 pytestmark = pytest.mark.server
 
 HANG_UP_AFTER_S = 0.015
-IDLE_WITHIN_S = 30.0
 CLIENTS = 16
 NUM_MIXED = 500
 RETRACTED = "KV cache pool is full. Retract requests."
-
-
-def wait_until_idle(server: Server) -> dict[str, Any]:
-    """The load once nothing runs."""
-    end = time.monotonic() + IDLE_WITHIN_S
-    while True:
-        load = server.load()
-        if load["num_running_reqs"] == load["num_waiting_reqs"] == 0 or time.monotonic() > end:
-            return load
-        time.sleep(0.1)
-
-
-def assert_nothing_is_held(server: Server) -> None:
-    """SGLang counts as used what is neither free nor in the prefix cache, which is empty then."""
-    load = wait_until_idle(server)
-    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
-    server.flush_cache()
-    assert server.load()["num_used_tokens"] == 0
-    cache = table_cache(server)
-    assert cache["tables"] == cache["used_bytes"] == 0
 
 
 def hang_up(server: Server, body: dict[str, Any], after_s: float = HANG_UP_AFTER_S) -> None:

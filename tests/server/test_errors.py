@@ -14,6 +14,7 @@ import pytest
 
 from sgl_vegas.tune.server_process import ServerStartError
 from tests.prompts import Prompt
+from tests.server.idle import assert_nothing_is_held
 from tests.server_process import CPU_ENV, CPU_FLAGS, Server, launch_server
 
 pytestmark = pytest.mark.server
@@ -139,17 +140,6 @@ def test_bad_request(tiny: tuple[Server, Any], case: str) -> None:
     assert short_answer(server) == before
 
 
-def assert_pool_is_whole(server: Server) -> None:
-    """Nothing runs and no KV slot is held. SGLang's own idle check would have ended the server."""
-    server.flush_cache()
-    load = server.load()
-    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) == (
-        0,
-        0,
-        0,
-    )
-
-
 def test_client_that_disconnects(vegas_server: Server, prompts: list[Prompt]) -> None:
     before = short_answer(vegas_server)
     long = next(prompt for prompt in prompts if "-1k" in prompt.name)
@@ -160,7 +150,7 @@ def test_client_that_disconnects(vegas_server: Server, prompts: list[Prompt]) ->
         for _ in range(chunks_read):
             next(stream)
         stream.close()
-    assert_pool_is_whole(vegas_server)
+    assert_nothing_is_held(vegas_server)
     assert short_answer(vegas_server) == before
 
 
@@ -175,7 +165,7 @@ def test_aborted_request(vegas_server: Server, prompts: list[Prompt]) -> None:
     last = list(stream)[-1]
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert last["meta_info"]["completion_tokens"] < 6000
-    assert_pool_is_whole(vegas_server)
+    assert_nothing_is_held(vegas_server)
     assert short_answer(vegas_server) == before
 
 
@@ -192,4 +182,4 @@ def test_abort_of_one_leaves_the_others(vegas_server: Server, prompts: list[Prom
             next(stream)
         stream.close()
         assert beside.result()["output_ids"] == alone
-    assert_pool_is_whole(vegas_server)
+    assert_nothing_is_held(vegas_server)
