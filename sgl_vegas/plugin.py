@@ -17,8 +17,8 @@ def load() -> None:
             hook_draft_kv_pool,
             hook_finish_state,
             hook_internal_state,
+            hook_request_check,
             hook_row_width,
-            hook_token_check,
             is_registered,
         )
 
@@ -28,7 +28,7 @@ def load() -> None:
             hook_draft_kv_pool(NAME)
             hook_finish_state(NAME)
             hook_internal_state(NAME)
+            hook_request_check(NAME)
             hook_row_width(NAME)
-            hook_token_check(NAME)
     except Exception as error:
         raise SystemExit(f"sgl_vegas can't be loaded: {error}") from error

@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -116,8 +117,8 @@ __all__ = [
     "hook_draft_kv_pool",
     "hook_finish_state",
     "hook_internal_state",
+    "hook_request_check",
     "hook_row_width",
-    "hook_token_check",
     "is_registered",
     "python_tree_problem",
     "record_stream_each",
@@ -201,20 +202,24 @@ def hook_row_width(algorithm: str) -> None:
     HookRegistry.register(_EXTRA_CONTEXT_LEN, after_extra_context_len, HookType.AFTER)
 
 
-def hook_token_check(algorithm: str) -> None:
-    """Refuse (HTTP 400) prompts with token ids outside the vocabulary, under `algorithm`.
+def hook_request_check(algorithm: str) -> None:
+    """Refuse (HTTP 400) under `algorithm` what SGLang lets through to where it ends the scheduler.
 
-    SGLang has a check for the upper end but calls it nowhere: such an id fails in the embedding,
-    and with it the scheduler and every running request.
+    That is token ids outside the vocabulary, which fail in the embedding (SGLang has a check for
+    the upper end but calls it nowhere), and overrides of embeddings that JSON made: SGLang takes
+    them for the objects that `Engine` sends.
     """
 
     def before_validate_request(
         manager: Any, obj: Any, input_ids: list[int] | None, *args: Any, **kwargs: Any
     ) -> None:
-        if manager.server_args.speculative_algorithm != algorithm or not input_ids:
+        if manager.server_args.speculative_algorithm != algorithm:
             return
+        overrides = obj.positional_embed_overrides
+        if overrides is not None and not isinstance(overrides, PositionalEmbeds):
+            raise ValueError("positional_embed_overrides can't be sent as JSON.")
         vocab_size = manager.model_config.vocab_size
-        for token in (min(input_ids), max(input_ids)):
+        for token in (min(input_ids), max(input_ids)) if input_ids else ():
             if not 0 <= token < vocab_size:
                 raise ValueError(
                     f"input_ids contains {token}, which is not in the vocabulary of {vocab_size} "

@@ -1,7 +1,8 @@
 """The model and the servers that tests share.
 
-One server runs at a time (two would fight for the cores), and tests are sorted by the server that
-they use, so that each is started once however many files ask for it.
+One server runs at a time, or one pair of tiny ones (more would fight for cores and memory), and
+tests are sorted by the server that they use, so that each is started once however many files ask
+for it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.server_process import Server, launch_server
 
 ROOT = Path(__file__).parent.parent
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,43 +44,52 @@ SETUPS = {
 
 
 class ServerSlot:
-    """The one running server; asking for another stops it."""
+    """What serves now: one server, or a pair of tiny ones; asking for another stops it."""
 
     def __init__(self, model_path: Path, log_dir: Path) -> None:
         self._model_path = model_path
         self._log_dir = log_dir
         self._name: str | None = None
-        self._server: Server | None = None
+        self._serving: Any = None
         self._stack = ExitStack()
 
     def get(self, name: str) -> Server:
-        """The server of `SETUPS[name]`, started unless it runs. A crash fails the asking test."""
-        if self._server is None or self._name != name:
+        """The server of `SETUPS[name]`, started unless it runs."""
+        setup = SETUPS[name]
+        return self.hold(
+            name,
+            lambda: launch_server(
+                self._model_path,
+                algorithm=setup.algorithm,
+                extra_args=setup.extra_args,
+                log_path=self._log_dir / f"{name}.log",
+            ),
+        )
+
+    def hold(self, name: str, start: Callable[[], AbstractContextManager[T]]) -> T:
+        """What `start` gives, unless it is what serves. A crash fails the asking test."""
+        if self._name != name:
             self.stop()
-            setup = SETUPS[name]
-            self._server = self._stack.enter_context(
-                launch_server(
-                    self._model_path,
-                    algorithm=setup.algorithm,
-                    extra_args=setup.extra_args,
-                    log_path=self._log_dir / f"{name}.log",
-                )
-            )
+            self._serving = self._stack.enter_context(start())
             self._name = name
-        return self._server
+        return self._serving
 
     def stop(self) -> None:
-        self._server = None
+        self._name = self._serving = None
         self._stack.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by server; within one, first what must record plain answers on another server."""
-    names = list(SETUPS)
+    """Sort by server; within one, first what must record plain answers on another server.
+
+    The tiny pair comes first, then servers that a test has for itself.
+    """
+    names = ["tiny_pair", None, *SETUPS]
 
     def order(item: pytest.Item) -> tuple[int, bool]:
-        used = [names.index(n) for n in getattr(item, "fixturenames", ()) if n in SETUPS]
-        return max(used, default=-1), "plain" not in getattr(item, "fixturenames", ())
+        fixtures = getattr(item, "fixturenames", ())
+        used = [place for place, name in enumerate(names) if name in fixtures]
+        return max(used, default=names.index(None)), "plain" not in fixtures
 
     items.sort(key=order)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 from tests.conftest import ServerSlot
 from tests.prompts import Prompt, load_tokenizer, parity_prompts
 from tests.server import traffic
-from tests.server.pair import Pair
+from tests.server.pair import Pair, start_pair
 from tests.server_process import Server
-from tests.tiny_model import make_tiny_model, tiny_server
+from tests.tiny_model import make_tiny_model
 
 
 @dataclass(frozen=True)
@@ -68,24 +67,19 @@ def plain(
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The tiny model's folder, and the model in float64."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, make_tiny_model(folder)
 
 
-@pytest.fixture(scope="session")
-def tiny(server_slot: ServerSlot, tiny_folder: Path) -> Iterator[tuple[Server, Any]]:
-    """A VEGAS server over a tiny model, and that model in float64."""
-    server_slot.stop()
-    model = make_tiny_model(tiny_folder)
-    # A table takes about a KB, so that many requests at once overflow the table cache.
-    with tiny_server(
-        tiny_folder, "--enable-metrics", "--vegas-table-cache-gb", "0.00003"
-    ) as server:
-        yield server, model
-
-
-@pytest.fixture(scope="session")
-def tiny_pair(tiny: tuple[Server, Any], tiny_folder: Path) -> Iterator[Pair]:
+@pytest.fixture
+def tiny_pair(server_slot: ServerSlot, tiny_model: tuple[Path, Any]) -> Pair:
     """Plain SGLang and VEGAS over the tiny model, to be asked one after the other."""
-    with tiny_server(tiny_folder, algorithm=None) as server:
-        yield Pair(plain=server, vegas=tiny[0])
+    return server_slot.hold("tiny_pair", lambda: start_pair(tiny_model[0]))
+
+
+@pytest.fixture
+def tiny(tiny_pair: Pair, tiny_model: tuple[Path, Any]) -> tuple[Server, Any]:
+    """The VEGAS server of the pair, and its model in float64."""
+    return tiny_pair.vegas, tiny_model[1]

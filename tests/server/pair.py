@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import requests
 
 from tests.server_process import Server
-from tests.tiny_model import VOCAB_SIZE
+from tests.tiny_model import VOCAB_SIZE, tiny_server
 
 # float32; a verify pass sums in another order than a decode step.
 LOGPROB_TOLERANCE = 2e-3
@@ -61,6 +63,20 @@ class Pair:
     def flush(self) -> None:
         for server in self.both:
             server.flush_cache()
+
+
+@contextmanager
+def start_pair(folder: Path) -> Iterator[Pair]:
+    """Both over the model in `folder`. They start at once: half of a start keeps one core busy."""
+    # A table takes about a KB, so that many requests at once overflow the table cache.
+    flags = ("--enable-metrics", "--vegas-table-cache-gb", "0.00003")
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(2) as starts:
+            plain, vegas = (
+                starts.submit(stack.enter_context, server)
+                for server in (tiny_server(folder, algorithm=None), tiny_server(folder, *flags))
+            )
+        yield Pair(plain=plain.result(), vegas=vegas.result())
 
 
 def compared(

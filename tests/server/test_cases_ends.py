@@ -51,6 +51,7 @@ def test_case_05_chats_reuse_as_much(tiny_pair: Pair) -> None:
         messages = [{"role": "user", "content": f"{salt} What is a cache, in short?"}]
         for turn in range(4):
             body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 13}
+            body["separate_reasoning"] = False
             answer = tiny_pair.check_one(body, "/v1/chat/completions")
             usage = answer["usage"]
             cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)

@@ -116,6 +116,11 @@ BAD_REQUESTS: dict[str, tuple[str, Any]] = {
     "unknown token in a batch": (GENERATE, {"input_ids": [[5], [10**6]]}),
     "hidden states": (GENERATE, {"text": "a", "return_hidden_states": True}),
     "logit processor": (GENERATE, {"text": "a", "custom_logit_processor": "{}"}),
+    "embeddings": (GENERATE, {"input_ids": [5, 6], "positional_embed_overrides": {}}),
+    "embeddings in a batch": (
+        GENERATE,
+        {"input_ids": [[5, 6]], "positional_embed_overrides": [{"embeds": [], "positions": [0]}]},
+    ),
     "two grammars": (GENERATE, {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}),
     "bad regex": (GENERATE, {"text": "a", "sampling_params": {"regex": "("}}),
     "bad schema": (GENERATE, {"text": "a", "sampling_params": {"json_schema": "{"}}),
