@@ -205,9 +205,10 @@ def hook_row_width(algorithm: str) -> None:
 def hook_request_check(algorithm: str) -> None:
     """Refuse (HTTP 400) under `algorithm` what SGLang lets through to where it ends the scheduler.
 
-    That is token ids outside the vocabulary, which fail in the embedding (SGLang has a check for
-    the upper end but calls it nowhere), and overrides of embeddings that JSON made: SGLang takes
-    them for the objects that `Engine` sends.
+    That is prompts without a token, which SGLang refuses where ids are sent but not where a text
+    has none; token ids outside the vocabulary, which fail in the embedding (SGLang has a check for
+    the upper end but calls it nowhere); and overrides of embeddings that JSON made, which SGLang
+    takes for the objects that `Engine` sends.
     """
 
     def before_validate_request(
@@ -218,8 +219,12 @@ def hook_request_check(algorithm: str) -> None:
         overrides = obj.positional_embed_overrides
         if overrides is not None and not isinstance(overrides, PositionalEmbeds):
             raise ValueError("positional_embed_overrides can't be sent as JSON.")
+        if not input_ids:
+            if obj.input_embeds is None:
+                raise ValueError("The prompt has no tokens.")
+            return
         vocab_size = manager.model_config.vocab_size
-        for token in (min(input_ids), max(input_ids)) if input_ids else ():
+        for token in (min(input_ids), max(input_ids)):
             if not 0 <= token < vocab_size:
                 raise ValueError(
                     f"input_ids contains {token}, which is not in the vocabulary of {vocab_size} "

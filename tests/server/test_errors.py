@@ -103,7 +103,7 @@ def test_refused_server_ends_with_the_reason(model_path: Path, tmp_path: Path) -
     assert last_line == "ValueError: VEGAS does not support --page-size other than 1."
 
 
-GENERATE, CHAT = "/generate", "/v1/chat/completions"
+GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 BAD_REQUESTS: dict[str, tuple[str, Any]] = {
     "no prompt": (GENERATE, {"sampling_params": {}}),
@@ -116,6 +116,11 @@ BAD_REQUESTS: dict[str, tuple[str, Any]] = {
     "unknown token in a batch": (GENERATE, {"input_ids": [[5], [10**6]]}),
     "hidden states": (GENERATE, {"text": "a", "return_hidden_states": True}),
     "logit processor": (GENERATE, {"text": "a", "custom_logit_processor": "{}"}),
+    "no tokens": (GENERATE, {"text": ""}),
+    "no tokens in a batch": (GENERATE, {"text": ["a", ""]}),
+    "no ids in a batch": (GENERATE, {"input_ids": [[5], []]}),
+    # The tiny model's tokenizer drops this letter.
+    "nothing but unknown letters": (COMPLETIONS, {"model": "default", "prompt": "\u00e9"}),
     "embeddings": (GENERATE, {"input_ids": [5, 6], "positional_embed_overrides": {}}),
     "embeddings in a batch": (
         GENERATE,
