@@ -12,6 +12,7 @@ def load() -> None:
     try:
         from sgl_vegas.algorithm import NAME, register
         from sgl_vegas.config import add_flags, export_flags
+        from sgl_vegas.request_check import check_request
         from sgl_vegas.sglang_compat import (
             hook_cli,
             hook_draft_kv_pool,
@@ -28,7 +29,7 @@ def load() -> None:
             hook_draft_kv_pool(NAME)
             hook_finish_state(NAME)
             hook_internal_state(NAME)
-            hook_request_check(NAME)
+            hook_request_check(NAME, check_request)
             hook_row_width(NAME)
     except Exception as error:
         raise SystemExit(f"sgl_vegas can't be loaded: {error}") from error

@@ -93,6 +93,7 @@ __all__ = [
     "GenerationBatchResult",
     "GrammarTree",
     "LogitsProcessorOutput",
+    "PositionalEmbeds",
     "RadixAttention",
     "Req",
     "SamplingBatchInfo",
@@ -202,34 +203,17 @@ def hook_row_width(algorithm: str) -> None:
     HookRegistry.register(_EXTRA_CONTEXT_LEN, after_extra_context_len, HookType.AFTER)
 
 
-def hook_request_check(algorithm: str) -> None:
-    """Refuse (HTTP 400) under `algorithm` what SGLang lets through to where it ends the scheduler.
+def hook_request_check(algorithm: str, check: Callable[[Any, Any, list[int] | None], None]) -> None:
+    """Have `check(manager, request, input_ids)` see every request for `algorithm`, one a prompt.
 
-    That is prompts without a token, which SGLang refuses where ids are sent but not where a text
-    has none; token ids outside the vocabulary, which fail in the embedding (SGLang has a check for
-    the upper end but calls it nowhere); and overrides of embeddings that JSON made, which SGLang
-    takes for the objects that `Engine` sends.
+    A ValueError becomes HTTP 400.
     """
 
     def before_validate_request(
         manager: Any, obj: Any, input_ids: list[int] | None, *args: Any, **kwargs: Any
     ) -> None:
-        if manager.server_args.speculative_algorithm != algorithm:
-            return
-        overrides = obj.positional_embed_overrides
-        if overrides is not None and not isinstance(overrides, PositionalEmbeds):
-            raise ValueError("positional_embed_overrides can't be sent as JSON.")
-        if not input_ids:
-            if obj.input_embeds is None:
-                raise ValueError("The prompt has no tokens.")
-            return
-        vocab_size = manager.model_config.vocab_size
-        for token in (min(input_ids), max(input_ids)):
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"input_ids contains {token}, which is not in the vocabulary of {vocab_size} "
-                    "tokens."
-                )
+        if manager.server_args.speculative_algorithm == algorithm:
+            check(manager, obj, input_ids)
 
     HookRegistry.register(_VALIDATE_REQUEST, before_validate_request, HookType.BEFORE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ Strategy = st.SearchStrategy[Any]
 
 _texts = st.text(max_size=40)
 _numbers = st.one_of(
-    st.integers(-3, 40), st.sampled_from([2**31, 2**63, -(2**63), 2**70]), st.floats(width=32)
+    st.integers(-3, 40), st.sampled_from([2**31, 2**63, -(2**63), 2**70]), st.floats()
 )
 # Anything that JSON can say.
 _junk = st.recursive(
@@ -31,9 +32,10 @@ _ids = st.one_of(
 )
 
 
-def _mostly(usual: Strategy) -> Strategy:
-    """`usual`, three times in four."""
-    return st.one_of(usual, usual, usual, _junk)
+@st.composite
+def _mostly(draw: Any, usual: Strategy) -> Any:
+    """`usual`, nine times in ten: a request of many fields would else hardly be a right one."""
+    return draw(_junk if draw(st.integers(0, 9)) == 9 else usual)
 
 
 def _some_of(fields: dict[str, Strategy], required: dict[str, Strategy] | None = None) -> Strategy:
@@ -58,7 +60,9 @@ _floats = st.one_of(st.floats(0, 2), st.sampled_from([-1.0, 0.0, 1e-9, 1e9]))
 _lengths = st.one_of(st.integers(0, 24), st.sampled_from([CONTEXT_LEN, 10**9, -1]))
 _penalty = st.one_of(st.floats(-2, 2), st.sampled_from([-3.0, 3.0]))
 _biases = st.dictionaries(
-    _any_token.map(str), st.one_of(st.floats(-100, 100), st.just(1e30)), max_size=4
+    st.one_of(_token, _token, _any_token).map(str),
+    st.one_of(st.floats(-100, 100), st.sampled_from([1e30, -1e30, 1e300, math.inf, math.nan])),
+    max_size=4,
 )
 
 _sampling = _some_of(
@@ -68,7 +72,7 @@ _sampling = _some_of(
         # Greedy often: then plain SGLang must answer alike.
         "temperature": st.one_of(st.just(0), _floats),
         "top_p": st.floats(-0.1, 1.1),
-        "top_k": st.integers(-2, VOCAB_SIZE + 4),
+        "top_k": st.one_of(st.integers(-2, VOCAB_SIZE + 4), st.sampled_from([2**30, 2**31, 2**70])),
         "min_p": st.floats(-0.1, 1.1),
         "frequency_penalty": _penalty,
         "presence_penalty": _penalty,
@@ -88,6 +92,8 @@ _sampling = _some_of(
         "no_stop_trim": st.booleans(),
         "stream_interval": st.integers(-1, 9),
         "custom_params": _junk,
+        "is_normalized": st.booleans(),
+        "stop_str_max_len": st.integers(-5, 5),
     },
     {"max_new_tokens": _lengths},
 )

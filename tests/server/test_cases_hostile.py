@@ -7,6 +7,7 @@ sends the whole number; the numbers of cases are those of docs/cases.md.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from typing import Any
@@ -36,7 +37,12 @@ def send(server: Server, path: str, body: Any) -> tuple[int, Any]:
     server error.
     """
     try:
-        response = requests.post(server.url + path, json=body, timeout=ANSWER_WITHIN_S)
+        response = requests.post(
+            server.url + path,
+            data=json.dumps(body),  # NaN and Infinity too, which `requests` would refuse to send
+            headers={"content-type": "application/json"},
+            timeout=ANSWER_WITHIN_S,
+        )
     except requests.exceptions.ChunkedEncodingError:
         return SERVER_ERROR, None
     is_json = response.headers.get("content-type", "").startswith("application/json")
@@ -85,8 +91,6 @@ def test_case_23_any_request_leaves_the_server_alive(
         path, body = request
         try:
             status, answer = send(server, path, body)
-        except requests.exceptions.InvalidJSONError:  # NaN, which hypothesis made of a number
-            return
         except requests.exceptions.ConnectionError:
             pytest.fail(f"no answer to {path} {body}")
         statuses[path, status] += 1
