@@ -86,9 +86,9 @@ class Server:
         body = {**_prompt_field(prompt), "sampling_params": sampling, "stream": True}
         return self.events("/generate", body)
 
-    def events(self, path: str, body: Any) -> Generator[dict[str, Any]]:
+    def events(self, path: str, body: Any, **kwargs: Any) -> Generator[dict[str, Any]]:
         """The server-sent events of a streaming endpoint, up to `[DONE]`."""
-        with self.request("POST", path, body, stream=True) as response:
+        with self.request("POST", path, body, stream=True, **kwargs) as response:
             response.raise_for_status()
             for line in response.iter_lines():
                 data = line.removeprefix(b"data:").strip()

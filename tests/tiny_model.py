@@ -25,8 +25,7 @@ SERVER_FLAGS = (
     *(("--dtype", "float16") if has_cuda() else ()),
     *("--max-running-requests", str(BATCH), "--max-total-tokens", str(POOL_TOKENS)),
     *("--schedule-conservativeness", "0.01"),
-    # Chats that don't ask for separate_reasoning: False are reasoning up to a </think>.
-    *("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1"),
+    *("--tool-call-parser", "qwen25"),
 )
 # Sparse from the first tokens on.
 VEGAS_FLAGS = (

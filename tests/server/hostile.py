@@ -73,8 +73,6 @@ _sampling = _some_of(
     {
         "max_new_tokens": _lengths,
         "min_new_tokens": st.integers(-1, 30),
-        # Greedy often: then plain SGLang must answer alike.
-        "temperature": st.one_of(st.just(0), _floats),
         "top_p": st.floats(-0.1, 1.1),
         "top_k": st.one_of(st.integers(-2, VOCAB_SIZE + 4), st.sampled_from([2**30, 2**31, 2**70])),
         "min_p": st.floats(-0.1, 1.1),
@@ -99,7 +97,8 @@ _sampling = _some_of(
         "is_normalized": st.booleans(),
         "stop_str_max_len": st.integers(-5, 5),
     },
-    {"max_new_tokens": _lengths},
+    # Greedy often: then plain SGLang must answer alike.
+    {"max_new_tokens": _lengths, "temperature": st.one_of(st.just(0), st.just(0.0), _floats)},
 )
 
 _generate = _some_of(

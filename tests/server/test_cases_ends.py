@@ -5,6 +5,7 @@ The numbers are those of docs/cases.md.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ def stopped(ids: list[int], **sampling: Any) -> dict[str, Any]:
 def test_case_04_second_turn_finds_the_first(tiny_pair: Pair) -> None:
     """With answers that a stop ends in the middle of an accepted run."""
     prompts = [prompt(length, salt=n) for length in (SHORT, 90) for n in OFFSETS]
-    runs = [tiny_pair.vegas.post("/generate", generate_body(ids))["output_ids"] for ids in prompts]
+    answers = tiny_pair.vegas.generate(prompts, **generate_body([])["sampling_params"])
+    runs = [answer["output_ids"] for answer in answers]
     tiny_pair.flush()
     for index, (ids, run) in enumerate(zip(prompts, runs, strict=True)):
         offset = OFFSETS[index % len(OFFSETS)]
@@ -51,7 +53,6 @@ def test_case_05_chats_reuse_as_much(tiny_pair: Pair) -> None:
         messages = [{"role": "user", "content": f"{salt} What is a cache, in short?"}]
         for turn in range(4):
             body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 13}
-            body["separate_reasoning"] = False
             answer = tiny_pair.check_one(body, "/v1/chat/completions")
             usage = answer["usage"]
             cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
@@ -90,6 +91,7 @@ def test_case_10_stops_at_every_offset(tiny_pair: Pair, length: int) -> None:
             text = text_of(whole[max(offset - 1, 0) : offset + 1])
             stops += [{"stop": [text]}, {"stop": text, "no_stop_trim": True}]
             stops += [{"stop": [text], "stop_token_ids": [whole[offset + 1]]}]
+            stops += [{"stop_regex": re.escape(text)}]
         # The end token, forced there; and stops met in the step that reaches the limit.
         stops += [{"logit_bias": {"1": 25.0}}]
         for stop in stops:

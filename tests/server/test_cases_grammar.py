@@ -1,4 +1,4 @@
-"""Constrained answers, tool calls and reasoning, beside requests that ask for none of them.
+"""Constrained answers and tool calls, beside requests that ask for none of them.
 
 On a CPU the grammar backend is llguidance. The numbers are those of docs/cases.md.
 """
@@ -121,7 +121,7 @@ TOOLS = [
 CALL = (
     '<tool_call>\\n\\{"name": "(get|put)", "arguments": \\{"key": "[a-z]{2,6}"\\}\\}\\n</tool_call>'
 )
-CHAT = {"model": "default", "temperature": 0, "max_tokens": 100, "separate_reasoning": False}
+CHAT = {"model": "default", "temperature": 0, "max_tokens": 100}
 ASKED = [{"role": "user", "content": "Get me something."}]
 CHATS: dict[str, dict[str, Any]] = {
     "called": {"tools": TOOLS, "regex": CALL},
@@ -155,33 +155,3 @@ def test_case_12_tool_calls(tiny_pair: Pair, case: str) -> None:
     if case != "call cut off":  # streamed piecemeal, otherwise given as text
         assert content.strip() == (message["content"] or "").strip()
     assert usage["completion_tokens"] == whole["usage"]["completion_tokens"] <= body["max_tokens"]
-
-
-REASONED: dict[str, dict[str, Any]] = {
-    "thought only": {},
-    "one run": {"max_tokens": 7},
-    "stopped": {"stop": ["a", "B", "8"]},
-    "thought and said": {"regex": "[a-z ]{9,20}</think>[A-Z ]{9,20}"},
-    "cut off in the mark": {"regex": "[a-z ]{9}</think>[A-Z ]{9}", "max_tokens": 13},
-}
-
-
-@pytest.mark.parametrize("case", REASONED)
-def test_case_12_reasoning(tiny_pair: Pair, case: str) -> None:
-    """What was thought, what was said and the usage of both; and the same streamed."""
-    body = {**CHAT, "separate_reasoning": True, "messages": ASKED, **REASONED[case]}
-    whole = tiny_pair.check([body], "/v1/chat/completions")[0]
-    message, used = whole["choices"][0]["message"], whole["usage"]
-    assert message["reasoning_content"]
-    assert bool(message["content"]) == (case == "thought and said")
-    assert used["reasoning_tokens"] <= used["completion_tokens"] <= body["max_tokens"]
-    thought, said, usage = "", "", {}
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    for chunk in tiny_pair.vegas.events("/v1/chat/completions", streamed):
-        usage = chunk.get("usage") or usage
-        for choice in chunk["choices"]:
-            thought += choice["delta"].get("reasoning_content") or ""
-            said += choice["delta"].get("content") or ""
-    assert thought.strip() == message["reasoning_content"].strip()
-    assert said.strip() == (message["content"] or "").strip()
-    assert usage["completion_tokens"] == used["completion_tokens"]

@@ -22,15 +22,19 @@ pytestmark = pytest.mark.server
 KEY, ADMIN_KEY = "a-users-key", "the-admins-key"
 # Answered to anybody, as SGLang documents: probes and metrics.
 OPEN = ("/health", "/metrics")
+UNLISTED = ("/v1/loads", "/metrics", "/openapi.json", "/docs")
 SECRET = "Xq7Zk"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def locked(server_slot: ServerSlot, tiny_model: tuple[Path, Any]) -> Iterator[Server]:
-    """A server with both keys."""
+    """A server with both keys, and a parser that takes all text for reasoning.
+
+    Not the pair's: with a reasoning parser, SGLang 0.5.17 compiles no grammar by llguidance.
+    """
     server_slot.stop()
     keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--enable-metrics")
-    with tiny_server(tiny_model[0], *keys) as server:
+    with tiny_server(tiny_model[0], *keys, "--reasoning-parser", "deepseek-r1") as server:
         yield server
 
 
@@ -47,7 +51,7 @@ def endpoints(server: Server, key: str | None = None) -> list[tuple[str, str]]:
         for method in methods
     ]
     assert len(listed) > 60
-    return [*listed, ("GET", "/v1/loads"), ("GET", "/openapi.json"), ("GET", "/docs")]
+    return [*listed, *(("GET", path) for path in UNLISTED)]
 
 
 def admin_functions() -> set[str]:
@@ -116,3 +120,42 @@ def test_isolation_same_prompt_in_another_namespace(tiny_pair: Pair) -> None:
     assert other["meta_info"]["cached_tokens"] == cold["meta_info"]["cached_tokens"] == 0
     assert other["meta_info"]["spec_verify_ct"] == cold["meta_info"]["spec_verify_ct"]
     assert other["output_ids"] == cold["output_ids"]
+
+
+REASONED: dict[str, dict[str, Any]] = {
+    "to the limit": {},
+    "one run": {"max_tokens": 7},
+    "stopped": {"stop": ["a", "B", "8"]},
+    "apart": {"stream_reasoning": False},
+}
+
+
+@pytest.mark.parametrize("case", REASONED)
+def test_case_12_reasoning(locked: Server, case: str) -> None:
+    """Whole and streamed, what is told as reasoning is what is told as text without the parser."""
+    path, key = "/v1/chat/completions", with_key(KEY)
+    body = {"model": "default", "messages": [{"role": "user", "content": "Why?"}], "temperature": 0}
+    body |= {"max_tokens": 60, **REASONED[case]}
+    plainly = {**body, "separate_reasoning": False}
+    plain = locked.request("POST", path, plainly, **key).json()
+    whole = locked.request("POST", path, body, **key).json()
+    text, message = (
+        plain["choices"][0]["message"]["content"].strip(),
+        whole["choices"][0]["message"],
+    )
+    assert text and message["reasoning_content"].strip() == text
+    assert not message["content"]
+    assert whole["choices"][0]["finish_reason"] == plain["choices"][0]["finish_reason"]
+    tokens = plain["usage"]["completion_tokens"]
+    assert whole["usage"]["completion_tokens"] == tokens <= body["max_tokens"]
+    assert whole["usage"]["reasoning_tokens"] <= tokens
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    thought, usage = "", {}
+    for chunk in locked.events(path, streamed, **key):
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            thought += choice["delta"].get("reasoning_content") or ""
+            assert not choice["delta"].get("content")
+    assert usage["completion_tokens"] == tokens
+    if case != "apart":  # told only once it has ended, which here it never does
+        assert thought.strip() == text

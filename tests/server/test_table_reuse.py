@@ -13,8 +13,9 @@ from tests.prompts import Prompt
 from tests.server import traffic
 from tests.server.mixed_traffic import table_cache
 from tests.server.pair import generate_body, prompt
+from tests.server.policies import check_outputs, policy_flags
 from tests.server_process import Server
-from tests.tiny_model import check_greedy, make_tiny_model, tiny_server
+from tests.tiny_model import check_greedy, tiny_server
 
 pytestmark = pytest.mark.server
 
@@ -112,23 +113,32 @@ def ask_by_prefixes(server: Server, model: Any) -> None:
             ids += more + answer
 
 
-def test_unified_radix_cache(server_slot: ServerSlot, tmp_path: Path) -> None:
+# These two serve a policy each that no other test does, since a start costs half a minute.
+def test_unified_radix_cache(
+    server_slot: ServerSlot, tiny_model: tuple[Path, Any], tmp_path: Path
+) -> None:
     server_slot.stop()
-    model = make_tiny_model(tmp_path)
-    env = {"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}
-    with tiny_server(tmp_path, env=env) as server:
+    folder, model = tiny_model
+    flags = policy_flags("last-accepted", model, tmp_path)
+    with tiny_server(folder, *flags, env={"SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}) as server:
+        check_outputs(server, model, "last-accepted")
+        before = counts(server)
         ask_by_prefixes(server, model)
-        cache = table_cache(server)
-        assert cache["enabled"] and cache["hits"] >= 2
+        assert table_cache(server)["enabled"]
+        assert new_counts(server, before)["hits"] >= 2
         assert NOT_KEPT not in server.log()
         server.flush_cache()
         assert table_cache(server)["used_bytes"] == 0
 
 
-def test_without_a_radix_cache(server_slot: ServerSlot, tmp_path: Path) -> None:
+def test_without_a_radix_cache(
+    server_slot: ServerSlot, tiny_model: tuple[Path, Any], tmp_path: Path
+) -> None:
     server_slot.stop()
-    model = make_tiny_model(tmp_path)
-    with tiny_server(tmp_path, "--disable-radix-cache") as server:
+    folder, model = tiny_model
+    flags = policy_flags("vegas-refresh", model, tmp_path)
+    with tiny_server(folder, *flags, "--disable-radix-cache") as server:
+        check_outputs(server, model, "vegas-refresh")
         ask_by_prefixes(server, model)
         assert server.log().count(NOT_KEPT) == 1
         assert not table_cache(server)["enabled"]
