@@ -126,6 +126,15 @@ BAD_REQUESTS: dict[str, tuple[str, Any]] = {
         GENERATE,
         {"input_ids": [[5, 6]], "positional_embed_overrides": [{"embeds": [], "positions": [0]}]},
     ),
+    "grammar of another type": (
+        GENERATE,
+        {"text": "a", "sampling_params": {"ebnf": {"root": ["a"]}}},
+    ),
+    "SGLang's own parameter": (
+        GENERATE,
+        {"text": "a", "sampling_params": {"is_normalized": True, "temperature": 0}},
+    ),
+    "endless bias": (GENERATE, {"text": "a", "sampling_params": {"logit_bias": {"5": 1e300}}}),
     "two grammars": (GENERATE, {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}),
     "bad regex": (GENERATE, {"text": "a", "sampling_params": {"regex": "("}}),
     "bad schema": (GENERATE, {"text": "a", "sampling_params": {"json_schema": "{"}}),

@@ -85,6 +85,6 @@ def test_a_prompt_needs_tokens_or_embeddings() -> None:
 
 
 def test_overrides_of_embeddings_are_objects() -> None:
-    check(overrides=PositionalEmbeds(embeds=[torch.zeros(1, 8)], positions=[0]))
+    check(overrides=PositionalEmbeds(embeds=torch.zeros(1, 8), positions=[0]))
     with pytest.raises(ValueError, match="positional_embed_overrides"):
         check(overrides={"embeds": [], "positions": []})
