@@ -13,31 +13,23 @@ Strategy = st.SearchStrategy[Any]
 # Of an object, beside those that it must have: more would hardly ever be right all at once.
 MOST_FIELDS = 5
 
-_texts = st.text(max_size=40)
 _numbers = st.one_of(
     st.integers(-3, 40), st.sampled_from([2**31, 2**63, -(2**63), 2**70]), st.floats()
 )
 # Anything that JSON can say.
 _junk = st.recursive(
-    st.one_of(st.none(), st.booleans(), _numbers, _texts),
+    st.one_of(st.none(), st.booleans(), _numbers, st.text(max_size=40)),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
     ),
     max_leaves=6,
 )
-_token = st.integers(0, VOCAB_SIZE - 1)
-_any_token = st.one_of(_token, st.sampled_from([-1, VOCAB_SIZE, 2**31, 2**63, -(2**40)]))
-_ids = st.one_of(
-    st.lists(_token, min_size=1, max_size=60),
-    st.lists(_any_token, max_size=8),
-    st.integers(CONTEXT_LEN - 20, CONTEXT_LEN + 5).map(lambda n: [n % 7] * n),
-)
 
 
 @st.composite
-def _mostly(draw: Any, usual: Strategy) -> Any:
+def _mostly(draw: Any, usual: Strategy, otherwise: Strategy = _junk) -> Any:
     """`usual`, nine times in ten."""
-    return draw(_junk if draw(st.integers(0, 9)) == 9 else usual)
+    return draw(otherwise if draw(st.integers(0, 9)) == 9 else usual)
 
 
 @st.composite
@@ -53,19 +45,29 @@ def _some_of(
     return found
 
 
+_texts = _mostly(st.text("abc XYZ 019 {}<>/", min_size=1, max_size=40), st.text(max_size=40))
+_token = st.integers(0, VOCAB_SIZE - 1)
+_any_token = _mostly(_token, st.sampled_from([-1, VOCAB_SIZE, 2**31, 2**63, -(2**40)]))
+_ids = _mostly(
+    st.lists(_token, min_size=1, max_size=60),
+    st.one_of(
+        st.lists(_any_token, max_size=8),
+        st.integers(CONTEXT_LEN - 20, CONTEXT_LEN + 5).map(lambda n: [n % 7] * n),
+    ),
+)
 _stops = st.one_of(st.text(max_size=3), st.lists(st.text(max_size=3), max_size=3))
 _schemas = st.sampled_from(
     ['{"type": "integer"}', '{"type": "string", "maxLength": 4}', "{}", "{", '{"$ref": "#"}', "[]"]
 )
 _regexes = st.sampled_from(["[a-c]{1,9}", "(", "a*", "", "(a|b)+?c", "\\d{2}", "[", "a{1,9999}"])
 _ebnfs = st.sampled_from(['root ::= "a" root | "b"', "root ::=", "root ::= root", "x", ""])
-_floats = st.one_of(st.floats(0, 2), st.sampled_from([-1.0, 0.0, 1e-9, 1e9]))
+_floats = _mostly(st.floats(0, 2), st.sampled_from([-1.0, 1e-9, 1e9]))
 # Sizes are few, so that 5,000 requests take minutes; the largest run into the context limit.
-_lengths = st.one_of(st.integers(0, 24), st.sampled_from([CONTEXT_LEN, 10**9, -1]))
-_penalty = st.one_of(st.floats(-2, 2), st.sampled_from([-3.0, 3.0]))
+_lengths = _mostly(st.integers(0, 24), st.sampled_from([CONTEXT_LEN, 10**9, -1]))
+_penalty = _mostly(st.floats(-2, 2), st.sampled_from([-3.0, 3.0]))
 _biases = st.dictionaries(
-    st.one_of(_token, _token, _any_token).map(str),
-    st.one_of(st.floats(-100, 100), st.sampled_from([1e30, -1e30, 1e300, math.inf, math.nan])),
+    _any_token.map(str),
+    _mostly(st.floats(-100, 100), st.sampled_from([1e30, -1e30, 1e300, math.inf, math.nan])),
     max_size=4,
 )
 
