@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from sgl_vegas.logits import LogitsRules
 from sgl_vegas.sampling.distribution import draw, probabilities
+from sgl_vegas.sampling.grammar_guard import GrammarGuard
 from sgl_vegas.sampling.rejection import accept_greedy, accept_sampled
 from sgl_vegas.sglang_compat import (
     SIMULATE_ACC_LEN,
@@ -17,6 +19,7 @@ from sgl_vegas.sglang_compat import (
     ForwardBatch,
     ForwardMode,
     GrammarTree,
+    Req,
     ScheduleBatch,
     TpModelWorker,
     build_grammar_vocab_mask,
@@ -113,7 +116,7 @@ def accept(
     rules.apply_(logits)
     if batch.has_grammar:
         mask = build_grammar_vocab_mask(
-            reqs=batch.reqs,
+            reqs=_guarded(batch.reqs),
             tree=GrammarTree.from_linear_chain(candidates),
             sampling_info=batch.sampling_info,
             device=logits.device,
@@ -142,6 +145,12 @@ def accept(
         accept_lens=(num_correct_drafts + 1).to(torch.int32),
         bonus_tokens=last.squeeze(1).long(),
     )
+
+
+def _guarded(reqs: list[Req]) -> Any:
+    """All that is read of `reqs` where masks are made."""
+    grammars = [req.grammar for req in reqs]
+    return [SimpleNamespace(grammar=None if g is None else GrammarGuard(g)) for g in grammars]
 
 
 def _accept(

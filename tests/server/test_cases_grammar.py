@@ -101,6 +101,23 @@ def test_case_13_constraint_with_penalties_and_logprobs(tiny_pair: Pair) -> None
             assert re.fullmatch("[a-f]{20,40}", one["text"])
 
 
+# Nothing can be said by them, from the start or from some token on.
+DEAD_ENDS = ("root ::= root", 'root ::= "a" more\nmore ::= more', 'root ::= [a-f] root | "z" root')
+
+
+def test_case_13_grammars_without_an_end(tiny_pair: Pair) -> None:
+    """Whatever becomes of such a request, the others of its batch don't notice."""
+    dead = [
+        generate_body(prompt(n, salt=n), ebnf=ebnf, max_new_tokens=40, ignore_eos=ignore)
+        for ebnf in DEAD_ENDS
+        for n in (10, 60)
+        for ignore in (True, False)
+    ]
+    free = [generate_body(prompt(30 + n, salt=n)) for n in range(6)]
+    answers = tiny_pair.check([*dead, *free])
+    assert all(len(answer["output_ids"]) == 48 for answer in answers[len(dead) :])
+
+
 TOOLS = [
     {
         "type": "function",
