@@ -9,7 +9,7 @@ from typing import Any
 from tests.prompts import Prompt, prose
 from tests.server_process import Server
 
-NEW_TOKENS = 128
+NEW_TOKENS = 96
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
 
 
