@@ -8,9 +8,8 @@ from typing import Any
 class GrammarGuard:
     """A request's grammar while masks of a verify pass are made.
 
-    llguidance raises where a grammar allows nothing more, such as `root ::= root`. Plain decoding
-    meets that where SGLang takes a token, and aborts the request. Here what follows a dead end goes
-    unmasked, and SGLang aborts the request when it takes the tokens.
+    llguidance raises where a grammar allows nothing more, such as `root ::= root`, having allowed
+    the end token alone. Plain decoding doesn't ask it whether it did: a request ends there.
     """
 
     def __init__(self, grammar: Any) -> None:
