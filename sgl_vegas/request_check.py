@@ -1,4 +1,4 @@
-"""Refusals (HTTP 400) of requests that SGLang lets through to where they end its scheduler."""
+"""What SGLang lets through to where it ends its scheduler: refused (HTTP 400) or mended."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def check_request(manager: Any, request: Any, input_ids: list[int] | None) -> No
     """
     _check_prompt(manager.model_config.vocab_size, request, input_ids)
     _check_sampling(manager.sampling_params_class, request.sampling_params)
+    _drop_unknown_stops(manager.model_config.vocab_size, request.sampling_params)
 
 
 def _check_prompt(vocab_size: int, request: Any, input_ids: list[int] | None) -> None:
@@ -73,6 +74,14 @@ def _check_sampling(params_class: type, sampling: Any) -> None:
             )
         except msgspec.ValidationError as error:
             raise ValueError(f"sampling_params, {name}: {error}") from error
+
+
+def _drop_unknown_stops(vocab_size: int, sampling: dict[str, Any]) -> None:
+    """Tokens that can't be emitted stop nothing, but `min_new_tokens` of any request in the batch
+    has SGLang look them up."""
+    stops = sampling.get("stop_token_ids")
+    if stops is not None:
+        sampling["stop_token_ids"] = [token for token in stops if 0 <= token < vocab_size]
 
 
 @lru_cache

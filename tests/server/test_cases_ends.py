@@ -118,6 +118,10 @@ def test_case_11_token_limits(tiny_pair: Pair, length: int) -> None:
         for least in (0, 1, 2, NUM_STEPS, NUM_STEPS + 1, NUM_STEPS + 2)
     ]
     answers = tiny_pair.check(bodies)
+    # Plain SGLang's scheduler ends by a stop token that isn't one, beside `min_new_tokens`.
+    odd = generate_body(prompt(length), min_new_tokens=9, stop_token_ids=[2**31, -1], **eager)
+    bodies.append(odd)
+    answers.append(tiny_pair.vegas.post("/generate", odd))
     for body, answer in zip(bodies, answers, strict=True):
         emitted = len(answer["output_ids"])
         assert answer["meta_info"]["completion_tokens"] == emitted
