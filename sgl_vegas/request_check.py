@@ -6,6 +6,8 @@ from functools import lru_cache
 from typing import Any, get_type_hints
 
 import msgspec
+import numpy as np
+import torch
 
 from sgl_vegas.sglang_compat import PositionalEmbeds
 
@@ -32,7 +34,9 @@ def check_request(manager: Any, request: Any, input_ids: list[int] | None) -> No
     """
     _check_prompt(manager.model_config.vocab_size, request, input_ids)
     _check_sampling(manager.sampling_params_class, request.sampling_params)
-    _drop_unknown_stops(manager.model_config.vocab_size, request.sampling_params)
+    request.sampling_params = _without_unknown_stops(
+        manager.model_config.vocab_size, request.sampling_params
+    )
 
 
 def _check_prompt(vocab_size: int, request: Any, input_ids: list[int] | None) -> None:
@@ -66,22 +70,35 @@ def _check_sampling(params_class: type, sampling: Any) -> None:
             continue
         if name == "logit_bias":
             value = _checked_biases(value)
+        elif name == "stop_token_ids" and isinstance(value, (list, tuple, set)):
+            value = [_plain(token) for token in value if token is not None]
+        elif name == "custom_params" and isinstance(value, dict):  # the client's own
+            continue
+        value = _plain(value)
         # Numbers may stand for each other, texts may not stand for numbers.
         is_number = isinstance(value, (int, float))
         try:
-            msgspec.convert(
-                int(value) if isinstance(value, bool) else value, types[name], strict=not is_number
-            )
+            msgspec.convert(value, types[name], strict=not is_number)
         except msgspec.ValidationError as error:
             raise ValueError(f"sampling_params, {name}: {error}") from error
 
 
-def _drop_unknown_stops(vocab_size: int, sampling: dict[str, Any]) -> None:
+def _without_unknown_stops(vocab_size: int, sampling: dict[str, Any]) -> dict[str, Any]:
     """Tokens that can't be emitted stop nothing, but `min_new_tokens` of any request in the batch
     has SGLang look them up."""
     stops = sampling.get("stop_token_ids")
-    if stops is not None:
-        sampling["stop_token_ids"] = [token for token in stops if 0 <= token < vocab_size]
+    if stops is None:
+        return sampling
+    known = [_plain(token) for token in stops if token is not None]
+    known = [token for token in known if 0 <= token < vocab_size]
+    return {**sampling, "stop_token_ids": known}
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own, truths as 0 and 1; anything else as it is."""
+    if isinstance(value, (np.generic, torch.Tensor)) and value.ndim == 0:
+        value = value.item()
+    return int(value) if isinstance(value, bool) else value
 
 
 @lru_cache
@@ -93,8 +110,9 @@ def _types(params_class: type) -> dict[str, Any]:
 def _checked_biases(biases: Any) -> Any:
     if not isinstance(biases, dict):
         return biases
+    biases = {str(token): _plain(value) for token, value in biases.items()}  # `Engine` takes ids
     for value in biases.values():
         # Not true of a NaN either.
         if isinstance(value, (int, float)) and not abs(value) <= MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias of {value} is not within {MAX_LOGIT_BIAS:g} of 0.")
-    return {str(token): value for token, value in biases.items()}  # `Engine` takes numbers
+    return biases

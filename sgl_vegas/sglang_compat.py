@@ -16,6 +16,7 @@ import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.arg_groups.speculative_hook import _disable_overlap_schedule_for_cpu
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -92,6 +93,7 @@ __all__ = [
     "FutureMap",
     "GenerationBatchResult",
     "GrammarTree",
+    "GuidanceGrammar",
     "LogitsProcessorOutput",
     "PositionalEmbeds",
     "RadixAttention",

@@ -10,7 +10,7 @@ import torch
 
 from sgl_vegas.logits import LogitsRules
 from sgl_vegas.sampling.distribution import draw, probabilities
-from sgl_vegas.sampling.grammar_guard import GrammarGuard
+from sgl_vegas.sampling.grammar_guard import for_masks
 from sgl_vegas.sampling.rejection import accept_greedy, accept_sampled
 from sgl_vegas.sglang_compat import (
     SIMULATE_ACC_LEN,
@@ -116,7 +116,7 @@ def accept(
     rules.apply_(logits)
     if batch.has_grammar:
         mask = build_grammar_vocab_mask(
-            reqs=_guarded(batch.reqs),
+            reqs=_with_walks(batch.reqs),
             tree=GrammarTree.from_linear_chain(candidates),
             sampling_info=batch.sampling_info,
             device=logits.device,
@@ -147,10 +147,9 @@ def accept(
     )
 
 
-def _guarded(reqs: list[Req]) -> Any:
+def _with_walks(reqs: list[Req]) -> Any:
     """All that is read of `reqs` where masks are made."""
-    grammars = [req.grammar for req in reqs]
-    return [SimpleNamespace(grammar=None if g is None else GrammarGuard(g)) for g in grammars]
+    return [SimpleNamespace(grammar=for_masks(req.grammar)) for req in reqs]
 
 
 def _accept(

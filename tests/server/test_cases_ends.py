@@ -93,7 +93,7 @@ def test_case_10_stops_at_every_offset(tiny_pair: Pair, length: int) -> None:
             stops += [{"stop": [text], "stop_token_ids": [whole[offset + 1]]}]
             stops += [{"stop_regex": re.escape(text)}]
         # The end token, forced there; and stops met in the step that reaches the limit.
-        stops += [{"logit_bias": {"1": 25.0}}]
+        stops += [{"logit_bias": {"1": 25.0}, "min_new_tokens": offset}]
         for stop in stops:
             bodies += [stopped(ids, **stop)]
             bodies += [stopped(ids, max_new_tokens=offset + 1 + room, **stop) for room in (0, 1, 4)]

@@ -102,7 +102,15 @@ def test_case_13_constraint_with_penalties_and_logprobs(tiny_pair: Pair) -> None
 
 
 # Nothing can be said by them, from the start or from some token on.
-DEAD_ENDS = ("root ::= root", 'root ::= "a" more\nmore ::= more', 'root ::= [a-f] root | "z" root')
+DEAD_ENDS = (
+    "root ::= root",
+    'root ::= "a" more\nmore ::= more',
+    'root ::= [a-f] root | "z" root',
+    "root ::= [a-f] [a-f] [a-f] more\nmore ::= more",
+    # Dead on one way of two, which drafts may go without the request.
+    "root ::= [a-f] ([a-c] more | [d-f] [a-f]{4})\nmore ::= more",
+    "root ::= [a-f]{2} ([d-f] [a-f] more | [a-c] [a-f]{9})\nmore ::= more",
+)
 
 
 def test_case_13_grammars_without_an_end(tiny_pair: Pair) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.idle import assert_nothing_is_held, wait_until_idle
 from tests.server.mixed_traffic import table_cache
-from tests.server.pair import GREEDY, Pair, generate_body, prompt
+from tests.server.pair import GREEDY, Pair, assert_same, generate_body, prompt
 from tests.server_process import Server
 from tests.tiny_model import BATCH, check_greedy
 
@@ -28,9 +30,36 @@ NUM_MIXED = 500
 RETRACTED = "KV cache pool is full. Retract requests."
 
 
-def hang_up(server: Server, body: dict[str, Any], after_s: float = HANG_UP_AFTER_S) -> None:
-    with contextlib.suppress(requests.RequestException):
-        requests.post(server.url + "/generate", json=body, timeout=after_s)
+def hang_up(server: Server, body: dict[str, Any], after_s: float = HANG_UP_AFTER_S) -> bool:
+    """Send a request and close the connection. Whether that was before the answer's end.
+
+    Streamed, because SGLang looks for clients that are gone when it has something to send them.
+    """
+    streamed, end = {**body, "stream": True}, time.monotonic() + after_s
+    with (
+        contextlib.suppress(requests.RequestException),
+        # The timeout is one of silence.
+        requests.post(
+            server.url + "/generate", json=streamed, stream=True, timeout=after_s
+        ) as answer,
+    ):
+        for line in answer.iter_lines():
+            if line == b"data: [DONE]":
+                return False
+            if time.monotonic() > end:
+                break
+    return True
+
+
+def num_aborted(server: Server) -> float:
+    """Requests that SGLang ended because their clients were gone, since the server's start."""
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "sglang:num_aborted_requests_total"
+    )
 
 
 def test_case_03_cancel_and_retry_beside_others(tiny_pair: Pair) -> None:
@@ -42,6 +71,7 @@ def test_case_03_cancel_and_retry_beside_others(tiny_pair: Pair) -> None:
     tiny_pair.flush()
     alone = [tiny_pair.plain.post("/generate", body)["output_ids"] for body in bodies]
     server = tiny_pair.vegas
+    before, aborted = table_cache(server), num_aborted(server)
     for attempt in (0, 2):
 
         def client(index: int, attempt: int = attempt) -> list[int]:
@@ -52,9 +82,10 @@ def test_case_03_cancel_and_retry_beside_others(tiny_pair: Pair) -> None:
 
         with ThreadPoolExecutor(len(bodies)) as clients:
             assert list(clients.map(client, range(len(bodies)))) == alone
+    assert num_aborted(server) > aborted
     # Tables were handed on, and given up for others, all the while.
     cache = table_cache(server)
-    assert cache["hits"] > 0 and cache["evictions"] > 0
+    assert cache["hits"] > before["hits"] and cache["evictions"] > before["evictions"]
     assert_nothing_is_held(server)
 
 
@@ -86,8 +117,8 @@ def test_case_06_retracted_again_and_again(tiny_pair: Pair) -> None:
         if n % 3 != 1 or answer["meta_info"].get("num_retractions", 0) == 0:
             assert answer["output_ids"] == whole[n]["output_ids"], n
         if n % 3 == 2:
-            entries = answer["meta_info"]["output_token_logprobs"]
-            assert [entry[1] for entry in entries] == answer["output_ids"]
+            wanted = whole[n]["meta_info"]["output_token_logprobs"]
+            assert_same(wanted, answer["meta_info"]["output_token_logprobs"], str(n))
     assert_nothing_is_held(tiny_pair.vegas)
 
 
@@ -130,31 +161,37 @@ def test_case_08_mixed_requests_leave_no_slot_behind(tiny: tuple[Server, Any]) -
     bodies = [mixed_body(generator) for _ in range(NUM_MIXED)]
     cancelled = {n for n in range(NUM_MIXED) if generator.random() < 0.2}
 
+    after = [0.1 * generator.random() for _ in range(NUM_MIXED)]
+    aborted = num_aborted(server)
+
     def client(n: int) -> None:
         if n in cancelled:
-            hang_up(server, bodies[n], generator.random() * 0.1)
+            hang_up(server, bodies[n], after[n])
         else:
             server.post("/generate", bodies[n])
 
     with ThreadPoolExecutor(CLIENTS) as clients:
         list(clients.map(client, range(NUM_MIXED)))
     assert_nothing_is_held(server)
+    assert num_aborted(server) > aborted
 
 
 def test_case_17_disconnects_at_any_time(tiny: tuple[Server, Any]) -> None:
     """From before the prefill to deep in the answer: at each time something else is under way."""
     server, model = tiny
     body = generate_body(prompt(100), max_new_tokens=150)
-    for milliseconds in range(1, 90, 3):
-        hang_up(server, body, milliseconds / 1000)
+    aborted = num_aborted(server)
+    hung_up = sum(hang_up(server, body, milliseconds / 1000) for milliseconds in range(1, 90, 3))
     assert wait_until_idle(server)["num_running_reqs"] == 0
+    # The answers to those that hung up last may have been sent by then.
+    assert aborted + hung_up / 2 < num_aborted(server) <= aborted + hung_up
     # While streaming, after any number of chunks; others go on beside.
     with ThreadPoolExecutor(4) as clients:
         beside = [
             clients.submit(server.generate, prompt(50 + n), **{**GREEDY, "max_new_tokens": 150})
             for n in range(4)
         ]
-        for chunks in range(6):
+        for chunks in range(1, 7):
             stream = server.events("/generate", {**body, "stream": True})
             for _ in range(chunks):
                 next(stream)

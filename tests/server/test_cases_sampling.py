@@ -5,6 +5,7 @@ The numbers are those of docs/cases.md.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -212,8 +213,9 @@ def test_case_16_a_seed_does_what_it_does_in_plain_sglang(tiny_pair: Pair) -> No
 def test_case_21_figures_follow_from_tokens_and_passes(
     tiny: tuple[Server, Any], sampling: dict[str, float]
 ) -> None:
-    """From the emitted ids and the verify count alone, streamed chunk by chunk as a check of it."""
+    """From the emitted ids and the verify count alone, and run by run as they were streamed."""
     server, _ = tiny
+    followed = 0
     for n in LENGTHS:
         # The prefill's token and a whole number of runs, whatever their lengths: end by the chunk.
         body = generate_body(prompt(n), **sampling)
@@ -233,3 +235,9 @@ def test_case_21_figures_follow_from_tokens_and_passes(
         # A pass emits its accepted drafts and one token more; the last may overshoot the limit.
         overshoot = accepted + passes - (emitted - 1)
         assert 0 <= overshoot <= NUM_STEPS
+        if len(lengths) == passes + 1:  # chunks may be sent together
+            runs = [end - start for start, end in itertools.pairwise(lengths)]
+            runs[-1] += overshoot
+            assert histogram == [runs.count(correct + 1) for correct in range(len(histogram))]
+            followed += 1
+    assert followed > 0

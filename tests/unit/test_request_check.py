@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.embed_types import PositionalEmbeds
@@ -39,11 +40,23 @@ def check(
         {"stop": ["a"], "stop_token_ids": {1}, "json_schema": "{}", "min_new_tokens": True},
         {"logit_bias": {"5": -100, "6": 1.5}},
         {"logit_bias": {5: -100.0}},  # as `Engine` may be asked
-        {"custom_params": {"a": 1, "b": [1, "c"]}, "sampling_seed": 2**40},
+        {"custom_params": {"a": 1, "b": [1, {"c": [{}]}]}, "sampling_seed": 2**40},
+        {"temperature": np.float64(0.5), "max_new_tokens": np.int64(4), "top_k": torch.tensor(3)},
+        {"stop_token_ids": [1, None, np.int32(7)], "logit_bias": {"5": True, "6": np.float32(2)}},
     ],
 )
 def test_what_sglang_takes_is_let_through(sampling: dict[str, Any]) -> None:
     check(sampling)
+
+
+def test_stops_that_nobody_can_emit_are_dropped() -> None:
+    sampling = {"stop_token_ids": [-1, 1, None, np.int64(99), 100, 2**40]}
+    request = SimpleNamespace(
+        sampling_params=sampling, positional_embed_overrides=None, input_embeds=None
+    )
+    check_request(MANAGER, request, [5])
+    assert request.sampling_params == {"stop_token_ids": [1, 99]}
+    assert len(sampling["stop_token_ids"]) == 6, "the caller's own"
 
 
 @pytest.mark.parametrize(
