@@ -101,9 +101,3 @@ def test_overrides_of_embeddings_are_objects() -> None:
     check(overrides=PositionalEmbeds(embeds=torch.zeros(1, 8), positions=[0]))
     with pytest.raises(ValueError, match="positional_embed_overrides"):
         check(overrides={"embeds": [], "positions": []})
-
-
-def test_stop_tokens_outside_the_vocabulary_are_dropped() -> None:
-    sampling = {"stop_token_ids": [5, 100, 2**31, -1, 99], "min_new_tokens": 4}
-    check(sampling)
-    assert sampling["stop_token_ids"] == [5, 99]
