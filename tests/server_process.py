@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_vegas.tune import server_process
 from sgl_vegas.tune.server_process import free_port, stop
@@ -100,6 +101,11 @@ class Server:
     def flush_cache(self) -> None:
         """Empty the prefix cache, once the server is idle."""
         self.request("POST", "/flush_cache?timeout=60").raise_for_status()
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus samples by name, labels left out."""
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return {sample.name: sample.value for family in families for sample in family.samples}
 
     def load(self) -> dict[str, Any]:
         """Requests and KV tokens in use, as the scheduler counts them."""

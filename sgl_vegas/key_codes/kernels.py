@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-BITS = 64
 # Query heads of a KV head, padded to what a product takes.
 GROUP = 16
 # Candidates that have scores relative to one maximum.

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from sgl_vegas.key_codes import kernels as triton_kernels
-from sgl_vegas.key_codes.words import WordCodes
+from sgl_vegas.key_codes.words import WORD_BITS, WordCodes
 from sgl_vegas.tables.request_tables import RequestTables
 
 # To a type checker, what Triton compiles are functions of constants only.
@@ -58,7 +58,7 @@ class StepRanking:
         group = kernels.GROUP
         assert self._group <= group, "the attention kernels have no more either"
         blocks = -(-max_count // kernels.BLOCK.value)
-        self._weights = buffer(max_batch, num_kv_heads, kernels.BITS, group, dtype=torch.float16)
+        self._weights = buffer(max_batch, num_kv_heads, WORD_BITS, group, dtype=torch.float16)
         self._shares = buffer(
             *(max_batch, num_kv_heads, max_count, self._group), dtype=torch.float16
         )
@@ -95,7 +95,7 @@ class StepRanking:
             len(slots),
             num_kv_heads,
             HEAD_DIM=head_dim,
-            DIM=max(_power_of_2(head_dim), 16),
+            DIM=max(triton.next_power_of_2(head_dim), 16),
             BLOCK=16,
         )
 
@@ -138,7 +138,7 @@ class StepRanking:
             num_kv_heads,
             scale * kernels.LOG2E,
             HEAD_DIM=head_dim,
-            DIM=max(_power_of_2(head_dim), 16),
+            DIM=max(triton.next_power_of_2(head_dim), 16),
             HEADS_A_KV_HEAD=self._group,
         )
         kernels.score_kernel[(batch, parts)](
@@ -172,7 +172,7 @@ class StepRanking:
             num_blocks,
             NUM_KV_HEADS=num_kv_heads,
             HEADS_A_KV_HEAD=self._group,
-            HEADS=_power_of_2(num_heads),
+            HEADS=triton.next_power_of_2(num_heads),
         )
         kernels.pick_kernel[(batch, min(parts, -(-max_count // TILE)))](
             positions,
@@ -187,7 +187,3 @@ class StepRanking:
             TILE=TILE,
             num_warps=8,
         )
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()

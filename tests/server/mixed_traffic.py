@@ -78,9 +78,10 @@ def answer(server: Server, request: Request) -> tuple[int, ...]:
     return tuple(server.post("/generate", request.body)["output_ids"])
 
 
-def hang_up(server: Server, request: Request) -> None:
+def hang_up(server: Server, body: dict[str, Any], after_s: float = HANG_UP_AFTER_S) -> None:
+    """Send a request and be gone, which SGLang notices seconds later."""
     with contextlib.suppress(requests.RequestException):
-        requests.post(server.url + "/generate", json=request.body, timeout=HANG_UP_AFTER_S)
+        requests.post(server.url + "/generate", json=body, timeout=after_s)
 
 
 def run(
@@ -103,7 +104,7 @@ def run(
         while time.monotonic() < until:
             request = generator.choice(some)
             if generator.random() < 0.25:
-                hang_up(server, request)
+                hang_up(server, request.body)
                 with lock:
                     outcome.hung_up += 1
             found = answer(server, request)

@@ -5,45 +5,29 @@ The numbers are those of docs/cases.md.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import requests
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.idle import assert_nothing_is_held, wait_until_idle
-from tests.server.mixed_traffic import table_cache
+from tests.server.mixed_traffic import HANG_UP_AFTER_S, hang_up, table_cache
 from tests.server.pair import GREEDY, Pair, assert_same, generate_body, prompt
 from tests.server_process import Server
 from tests.tiny_model import BATCH, check_greedy
 
 pytestmark = pytest.mark.server
 
-HANG_UP_AFTER_S = 0.015
 CLIENTS = 16
 NUM_MIXED = 500
 RETRACTED = "KV cache pool is full. Retract requests."
 
 
-def hang_up(server: Server, body: dict[str, Any], after_s: float = HANG_UP_AFTER_S) -> None:
-    """Send a request and be gone, which SGLang notices a second later."""
-    with contextlib.suppress(requests.RequestException):
-        requests.post(server.url + "/generate", json=body, timeout=after_s)
-
-
 def num_aborted(server: Server) -> float:
     """Requests that SGLang ended because their clients were gone, since the server's start."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == "sglang:num_aborted_requests_total"
-    )
+    return server.metrics().get("sglang:num_aborted_requests_total", 0)
 
 
 def test_case_03_cancel_and_retry_beside_others(tiny_pair: Pair) -> None:

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.prompts import Prompt
 from tests.server_process import Server
@@ -24,12 +23,6 @@ def generate_densely(server: Server, prompts: list[Prompt]) -> dict[str, Any]:
     ids = list(prompts[0].ids)
     assert len(ids) + NEW_TOKENS < 256
     return server.generate(ids, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-
-
-def prometheus(server: Server) -> dict[str, float]:
-    """Samples by name, labels left out."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    return {sample.name: sample.value for family in families for sample in family.samples}
 
 
 def test_meta_info(vegas_server: Server, prompts: list[Prompt]) -> None:
@@ -55,9 +48,9 @@ def test_decode_log_line(vegas_server: Server, prompts: list[Prompt]) -> None:
 
 def test_prometheus(vegas_server: Server, prompts: list[Prompt]) -> None:
     generate_densely(vegas_server, prompts)
-    before = prometheus(vegas_server)
+    before = vegas_server.metrics()
     generate_densely(vegas_server, prompts)
-    after = prometheus(vegas_server)
+    after = vegas_server.metrics()
     assert 1 < after["sglang:spec_accept_length"] <= GAMMA + 1
     assert 0 < after["sglang:spec_accept_rate"] <= 1
     calls = "sglang:spec_verify_calls_total"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import ServerSlot
 from tests.prompts import Prompt
@@ -91,11 +90,7 @@ def test_a_flush_drops_tables(vegas_server: Server, context: Prompt) -> None:
 def test_prometheus(vegas_server: Server, context: Prompt) -> None:
     for _ in range(2):
         generate(vegas_server, list(context.ids))
-    found = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(vegas_server.get("/metrics").text)
-        for sample in family.samples
-    }
+    found = vegas_server.metrics()
     cache = counts(vegas_server)
     assert cache["hits"] > 0
     for name in COUNTED:
