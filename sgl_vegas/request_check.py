@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, get_type_hints
 
@@ -71,7 +72,7 @@ def _check_sampling(params_class: type, sampling: Any) -> None:
         if name == "logit_bias":
             value = _checked_biases(value)
         elif name == "stop_token_ids" and isinstance(value, (list, tuple, set)):
-            value = [_plain(token) for token in value if token is not None]
+            value = _token_ids(value)
         elif name == "custom_params" and isinstance(value, dict):  # the client's own
             continue
         value = _plain(value)
@@ -89,9 +90,16 @@ def _without_unknown_stops(vocab_size: int, sampling: dict[str, Any]) -> dict[st
     stops = sampling.get("stop_token_ids")
     if stops is None:
         return sampling
-    known = [_plain(token) for token in stops if token is not None]
-    known = [token for token in known if 0 <= token < vocab_size]
+    known = [token for token in _token_ids(stops) if 0 <= token < vocab_size]
     return {**sampling, "stop_token_ids": known}
+
+
+def _token_ids(values: Iterable[Any]) -> list[Any]:
+    """As ints where they are numbers: a 5.0 stops at token 5 in SGLang too. None is left out."""
+    plain = [_plain(value) for value in values if value is not None]
+    return [
+        int(value) if isinstance(value, float) and value.is_integer() else value for value in plain
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -128,16 +128,15 @@ class CudaKernels:
         if self._drafts is not None:
             self._drafts.begin_draft(rows, seq_lens, step, dense)
             return
+        self._rows = rows
+        self._draft_ranking = None if dense else self._ranking
         self._draft_tables = self._no_tables if dense else self._tables
-        self._ranks = self._ranking is not None and not dense
-        if self._ranking is not None:
-            self._rows = rows
-            if dense:
-                self._new_slots = self._slots_from(rows, seq_lens + step, 1)
-            else:
-                self._draft_tables = self._ranked
-                if step == 0:
-                    self._ranking.begin(rows)
+        if self._draft_ranking is not None:
+            self._draft_tables = self._ranked
+            if step == 0:
+                self._draft_ranking.begin(rows)
+        elif self._ranking is not None:
+            self._new_slots = self._slots_from(rows, seq_lens + step, 1)
         self._decode.plan_sparse(seq_lens, rows, self._draft_tables, step)
 
     def draft(
@@ -152,21 +151,21 @@ class CudaKernels:
         if self._drafts is not None:
             return self._drafts.draft(layer, q, new_kv, k_cache, v_cache, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if self._ranking is not None and self._ranks:
-            self._ranking.choose(layer, q, self._rows, self._req_to_token, scale)
+        if self._draft_ranking is not None:
+            self._draft_ranking.choose(layer, q, self._rows, self._req_to_token, scale)
         self._decode.sparse(
             q,
             k_cache,
             v_cache,
             self._req_to_token,
             self._draft_tables,
-            0 if self._ranks else layer,
+            layer if self._draft_ranking is None else 0,
             scale,
             out,
             new_kv=new_kv,
         )
         # Of drafts the verify pass writes K again.
-        if self._ranking is not None and not self._ranks:
+        if self._ranking is not None and self._draft_ranking is None:
             self._ranking.encode(layer, self._new_slots, k_cache)
         return out
 

@@ -37,7 +37,7 @@ def check(
         {"temperature": 0, "top_p": 1, "max_new_tokens": 5.0, "n": 2, "ignore_eos": 1},
         {"temperature": None, "max_new_tokens": None, "stop": None},
         {"stop": "a", "stop_token_ids": [1, 2], "stop_regex": ["a", "b"], "regex": "a"},
-        {"stop": ["a"], "stop_token_ids": {1}, "json_schema": "{}", "min_new_tokens": True},
+        {"stop": ["a"], "stop_token_ids": {1, 5.0}, "json_schema": "{}", "min_new_tokens": True},
         {"logit_bias": {"5": -100, "6": 1.5}},
         {"logit_bias": {5: -100.0}},  # as `Engine` may be asked
         {"custom_params": {"a": 1, "b": [1, {"c": [{}]}]}, "sampling_seed": 2**40},
@@ -50,13 +50,13 @@ def test_what_sglang_takes_is_let_through(sampling: dict[str, Any]) -> None:
 
 
 def test_stops_that_nobody_can_emit_are_dropped() -> None:
-    sampling = {"stop_token_ids": [-1, 1, None, np.int64(99), 100, 2**40]}
+    sampling = {"stop_token_ids": [-1, 1, None, np.int64(99), 100, 5.0, 2**40]}
     request = SimpleNamespace(
         sampling_params=sampling, positional_embed_overrides=None, input_embeds=None
     )
     check_request(MANAGER, request, [5])
-    assert request.sampling_params == {"stop_token_ids": [1, 99]}
-    assert len(sampling["stop_token_ids"]) == 6, "the caller's own"
+    assert request.sampling_params == {"stop_token_ids": [1, 99, 5]}
+    assert len(sampling["stop_token_ids"]) == 7, "the caller's own"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ def test_stops_that_nobody_can_emit_are_dropped() -> None:
         ({"max_new_tokens": 5.5}, "max_new_tokens"),
         ({"stop": 5}, "stop"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [5.5]}, "stop_token_ids"),
         ({"logit_bias": {"5": "1"}}, "logit_bias"),
         ({"logit_bias": [5]}, "logit_bias"),
         ({"logit_bias": {"5": math.nan}}, "logit_bias"),
