@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from .ranking import TILE, bit_order, num_parts
+
 
 def list_positions(
     seq_len: int, step: int, table: torch.Tensor, count: int, base: int
@@ -103,3 +105,39 @@ def table_size(rank_len: int, ratio: float, min_tokens: int, max_tokens: int) ->
     """k, or 0 where the request is too short for a table."""
     k = min(max(math.ceil(ratio * rank_len), min_tokens), max_tokens)
     return k if rank_len > k else 0
+
+
+def score_candidates(
+    words: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    bases: torch.Tensor,
+    wanted: torch.Tensor,
+    rows: torch.Tensor,
+    req_to_token: torch.Tensor,
+    weights: torch.Tensor,
+    scores: torch.Tensor,
+    stats: torch.Tensor,
+) -> None:
+    """As `ranking.CandidateScores`, whose arguments these are."""
+    (num_kv_heads, num_heads), batch = (words.shape[1], scores.shape[2]), len(rows)
+    parts, width = num_parts(batch, num_kv_heads), req_to_token.shape[1]
+    of_bits = torch.zeros_like(weights, dtype=torch.float64)
+    of_bits[..., bit_order()] = weights.double()
+    of_parts = stats[: batch * parts * 2 * num_heads].view(batch, parts, 2, num_heads)
+    for index, row in enumerate(rows.tolist()):
+        count = min(int(counts[row]), positions.shape[1])
+        if int(wanted[row]) == 0 or count == 0:
+            continue
+        last = max(min(int(bases[row]), width) - 1, 0)
+        slots = req_to_token[row, positions[row, :count].long().clamp(0, last)].long()
+        places = torch.arange(64, device=words.device)
+        bits = 1.0 - 2.0 * (words[slots].unsqueeze(-1) >> places & 1)
+        own = of_bits[index, :, : num_heads // num_kv_heads]
+        found = torch.einsum("nhb,hgb->nhg", bits.double(), own).flatten(1)
+        scores[index, :count] = found.half()
+        size = -(-count // (parts * TILE)) * TILE
+        for part, of_part in enumerate(found.split(size)):
+            maxima = of_part.amax(dim=0)
+            sums = (of_part - maxima).exp2().sum(dim=0)
+            of_parts[index, part] = torch.stack([maxima, sums]).float()

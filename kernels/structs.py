@@ -1,4 +1,5 @@
-"""The kernels' parameter structs, field by field as in plan.cuh, params.cuh and selection.cu."""
+"""The kernels' parameter structs, field by field as in plan.cuh, params.cuh, selection.cu and
+ranking.cu."""
 
 from __future__ import annotations
 
@@ -118,6 +119,27 @@ class SelectParams(ctypes.Structure):
         ("num_kv_heads", c_int),
         ("group", c_int),
         ("num_queries", c_int),
+    ]
+
+
+class RankingParams(ctypes.Structure):
+    _fields_ = [
+        ("words", c_void_p),
+        ("positions", c_void_p),
+        ("counts", c_void_p),
+        ("bases", c_void_p),
+        ("wanted", c_void_p),
+        ("rows", c_void_p),
+        ("req_to_token", c_void_p),
+        ("weights", c_void_p),
+        ("scores", c_void_p),
+        ("stats", c_void_p),
+        ("req_to_token_stride", c_int64),
+        ("width", c_int),
+        ("max_count", c_int),
+        ("num_kv_heads", c_int),
+        ("group", c_int),
+        ("num_parts", c_int),
     ]
 
 

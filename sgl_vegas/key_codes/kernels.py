@@ -1,8 +1,8 @@
 """Triton kernels of the draft steps that rank again: encode keys, weigh candidates, pick the best.
 
-Like the CUDA kernels they read lengths on the device only, allocate nothing, and have the same grid
-for any lengths, so that they can be captured. `words.py` is the reference of codes
-and scores in PyTorch.
+`kernels/ranking.cu` scores the candidates between the weights and the weighing. Like the CUDA
+kernels these read lengths on the device only, allocate nothing, and have the same grid for any
+lengths, so that they can be captured. `words.py` is the reference of codes and scores in PyTorch.
 """
 
 # Triton reads the annotations of a kernel's parameters: no postponed ones here.
@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-# Query heads of a KV head, padded to what a product takes.
-GROUP = 16
-# Candidates that have scores relative to one maximum.
+# Candidates that are weighed at a time.
 BLOCK = tl.constexpr(128)
-# Blocks whose softmax sums are merged at a time.
+# Candidates that the scoring kernel takes at a time, and parts whose sums are merged at a time.
+SCORED = tl.constexpr(32)
 MERGED = tl.constexpr(64)
 # A weight's bin is its logarithm, down to 32 octaves below 1.
 BINS = tl.constexpr(1024)
@@ -58,23 +57,25 @@ def encode_kernel(
 @triton.jit
 def weights_kernel(
     q,  # (batch, num_heads, HEAD_DIM), rows may be strided
-    weigh,  # the layer's (num_kv_heads, 64, HEAD_DIM) float32
+    weigh,  # the layer's (num_kv_heads, 64, HEAD_DIM) float32, in the order of the weights
     wanted,  # (num_rows,) int32
     rows,  # (batch,) int64
-    weights,  # (batch, num_kv_heads, 64, GROUP) float16, a bit's weight in log2 units
+    weights,  # (batch, num_kv_heads, COLUMNS, 64) float16, what a set bit counts, times `scale`
     histograms,  # (batch, BINS) int32
     q_stride,
     num_kv_heads,
-    scale,  # of the logits, with log2(e)
+    scale,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HEADS_A_KV_HEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """What each bit of a code counts for each query head. Clears the histograms. Grid: batch, KV
     heads."""
     request, head = tl.program_id(0), tl.program_id(1)
     if tl.load(wanted + tl.load(rows + request)) == 0:
         return
+    # A product has at least 16 columns.
     g, d, j = tl.arange(0, 16), tl.arange(0, DIM), tl.arange(0, 64)
     heads = head * HEADS_A_KV_HEAD + g
     queries = tl.load(
@@ -86,80 +87,11 @@ def weights_kernel(
         weigh + (head * 64 + j[:, None]) * HEAD_DIM + d[None, :], d[None, :] < HEAD_DIM, other=0.0
     )
     product = tl.dot(of_bits, queries.to(tl.float32), input_precision="tf32") * scale
-    at = (request * num_kv_heads + head) * 64 + j[:, None]
-    tl.store(weights + at * 16 + g[None, :], product.to(tl.float16))
+    at = ((request * num_kv_heads + head) * COLUMNS + g[None, :]) * 64 + j[:, None]
+    tl.store(weights + at, product.to(tl.float16), g[None, :] < COLUMNS)
     if head == 0:
         bins = tl.arange(0, BINS)
         tl.store(histograms + request * BINS + bins, tl.zeros((BINS,), tl.int32))
-
-
-@triton.jit
-def _bits(word):
-    """(n, 32) float16, the bits of (n,) int32."""
-    bits = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
-    # 0x3C00 is 1.0; a conversion would cost several times the product.
-    return (bits * 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def score_kernel(
-    words,  # the layer's (num_slots, num_kv_heads) int64
-    positions,  # the layer's (num_rows, max_count) int32
-    counts,  # (num_rows,) int32
-    bases,  # (num_rows,) int32
-    wanted,  # (num_rows,) int32
-    rows,  # (batch,) int64
-    req_to_token,  # (num_rows, width) int32
-    weights,  # (batch, NUM_KV_HEADS, 64, GROUP) float16
-    shares,  # (batch, num_kv_heads, max_count, group) float16, 2^(score - the block's maximum)
-    stats,  # (batch, num_blocks, 2, num_heads) float32, each block's maxima and sums of shares
-    req_to_token_stride,
-    width,  # of req_to_token
-    max_count,
-    num_blocks,
-    NUM_KV_HEADS: tl.constexpr,
-    HEADS_A_KV_HEAD: tl.constexpr,
-    UNROLLED: tl.constexpr,
-):
-    """Scores of the candidates' codes. Grid: batch, parts of the blocks."""
-    request = tl.program_id(0)
-    row = tl.load(rows + request)
-    count = tl.minimum(tl.load(counts + row), max_count)
-    base = tl.minimum(tl.load(bases + row), width)
-    if tl.load(wanted + row) == 0:
-        return
-    g, j = tl.arange(0, 16), tl.arange(0, 32)
-    real = g < HEADS_A_KV_HEAD
-    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_A_KV_HEAD
-    for block in range(tl.program_id(1), tl.cdiv(count, BLOCK), tl.num_programs(1)):
-        t = block * BLOCK + tl.arange(0, BLOCK)
-        position = tl.load(positions + row * max_count + t, t < count, other=0)
-        # No table makes it read outside of its request's row.
-        position = tl.maximum(tl.minimum(position, base - 1), 0)
-        slot = tl.load(req_to_token + row * req_to_token_stride + position, t < count, other=0)
-        at_slot = words + slot.to(tl.int64) * NUM_KV_HEADS
-        at_stats = stats + (request * num_blocks + block) * 2 * num_heads
-        for first in range(0, NUM_KV_HEADS, UNROLLED):
-            for offset in tl.static_range(UNROLLED):
-                head = first + offset
-                word = tl.load(at_slot + head, t < count, other=0)
-                of_bits = (
-                    weights + ((request * NUM_KV_HEADS + head) * 64 + j[:, None]) * 16 + g[None, :]
-                )
-                scores = tl.dot(_bits(word.to(tl.int32)), tl.load(of_bits))
-                scores += tl.dot(_bits((word >> 32).to(tl.int32)), tl.load(of_bits + 32 * 16))
-                scores = tl.where(t[:, None] < count, scores, -float("inf"))
-                maximum = tl.max(scores, axis=0)
-                share = tl.exp2(scores - maximum[None, :])
-                of_head = head * HEADS_A_KV_HEAD + g
-                at_share = (request.to(tl.int64) * NUM_KV_HEADS + head) * max_count + t[:, None]
-                tl.store(
-                    shares + at_share * HEADS_A_KV_HEAD + g[None, :],
-                    share.to(tl.float16),
-                    (t[:, None] < count) & real[None, :],
-                )
-                tl.store(at_stats + of_head, maximum, real)
-                tl.store(at_stats + num_heads + of_head, tl.sum(share, axis=0), real)
 
 
 @triton.jit
@@ -167,49 +99,47 @@ def weigh_kernel(
     counts,
     wanted,
     rows,
-    shares,
-    stats,
+    scores,  # (batch, max_count, NUM_HEADS) float16, in log2 units
+    stats,  # (batch, num_parts, 2, NUM_HEADS) float32, each part's maxima and sums of shares
     keys,  # (batch, max_count) int16, each candidate's bin
     histograms,
     max_count,
-    num_blocks,
-    NUM_KV_HEADS: tl.constexpr,
-    HEADS_A_KV_HEAD: tl.constexpr,
+    num_parts,
+    NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Each candidate's weight, the mean over heads of its softmax share. Grid: batch, parts of the
-    blocks. HEADS is a power of two, the number of query heads or more."""
+    """Each candidate's weight, the mean over heads of its softmax share. Grid: batch, programs that
+    share the blocks. HEADS is a power of two, the number of query heads or more."""
     request = tl.program_id(0)
     row = tl.load(rows + request)
     count = tl.minimum(tl.load(counts + row), max_count)
-    if tl.load(wanted + row) == 0:
-        return
-    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_A_KV_HEAD
-    h, b = tl.arange(0, HEADS), tl.arange(0, MERGED)
-    real = h < num_heads
     blocks = tl.cdiv(count, BLOCK)
-    own = stats + request * num_blocks * 2 * num_heads + h
+    if (tl.load(wanted + row) == 0) | (tl.program_id(1) >= blocks):
+        return
+    h, b = tl.arange(0, HEADS), tl.arange(0, MERGED)
+    real = h < NUM_HEADS
+    parts = tl.cdiv(count, tl.cdiv(count, SCORED * num_parts) * SCORED)
+    own = stats + request * num_parts * 2 * NUM_HEADS + h
     maximum = tl.full((HEADS,), -float("inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    for first in range(0, blocks, MERGED):
-        at = own[None, :] + (first + b[:, None]) * 2 * num_heads
-        used = (first + b[:, None] < blocks) & real[None, :]
+    for first in range(0, parts, MERGED):
+        at = own[None, :] + (first + b[:, None]) * 2 * NUM_HEADS
+        used = (first + b[:, None] < parts) & real[None, :]
         maxima = tl.load(at, used, other=-float("inf"))
-        sums = tl.load(at + num_heads, used, other=0.0)
+        sums = tl.load(at + NUM_HEADS, used, other=0.0)
         higher = tl.maximum(maximum, tl.max(maxima, axis=0))
         # Padding has no maximum at all.
         higher = tl.where(real, higher, 0.0)
         total = total * tl.exp2(maximum - higher)
         total += tl.sum(sums * tl.exp2(maxima - higher[None, :]), axis=0)
         maximum = higher
+    # What a head's score lacks to the logarithm of its part of the mean.
+    base = tl.where(real, maximum + tl.log2(tl.where(real, total * NUM_HEADS, 1.0)), float("inf"))
     for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
         t = block * BLOCK + tl.arange(0, BLOCK)
-        of_block = tl.load(own + block * 2 * num_heads, real, other=-float("inf"))
-        factor = tl.where(real, tl.exp2(of_block - maximum) / (total * num_heads), 0.0)
-        at = request.to(tl.int64) * NUM_KV_HEADS + h[None, :] // HEADS_A_KV_HEAD
-        at = (at * max_count + t[:, None]) * HEADS_A_KV_HEAD + h[None, :] % HEADS_A_KV_HEAD
-        share = tl.load(shares + at, (t[:, None] < count) & real[None, :], other=0.0)
-        weight = tl.sum(share.to(tl.float32) * factor[None, :], axis=1)
+        at = (request.to(tl.int64) * max_count + t[:, None]) * NUM_HEADS + h[None, :]
+        score = tl.load(scores + at, (t[:, None] < count) & real[None, :], other=0.0)
+        weight = tl.sum(tl.exp2(score.to(tl.float32) - base[None, :]), axis=1)
         key = ((tl.log2(tl.maximum(weight, 1e-30)) + 32.0) * BINS_PER_OCTAVE).to(tl.int32)
         key = tl.minimum(tl.maximum(key, 0), BINS - 1)
         tl.store(keys + request.to(tl.int64) * max_count + t, key.to(tl.int16), t < count)
@@ -253,11 +183,13 @@ def pick_kernel(
     threshold = tl.max(tl.where(reach >= target, bins, 0), axis=0)
     above = tl.sum(tl.where(bins > threshold, histogram, 0), axis=0)
     own = keys + request.to(tl.int64) * max_count
-    place_above, place_at = 0, above
+    # Summed up once, behind the loop: a sum over the program's threads costs more than a load.
+    before_above, before_at = tl.zeros((COUNTED,), tl.int32), tl.zeros((COUNTED,), tl.int32)
     for t0 in range(0, start, COUNTED):
         is_above, is_at = _counted(own, t0 + tl.arange(0, COUNTED), start, threshold)
-        place_above += tl.sum(is_above, axis=0)
-        place_at += tl.sum(is_at, axis=0)
+        before_above += is_above
+        before_at += is_at
+    place_above, place_at = tl.sum(before_above, axis=0), above + tl.sum(before_at, axis=0)
     for t0 in range(start, end, TILE):
         t = t0 + tl.arange(0, TILE)
         is_above, is_at = _counted(own, t, end, threshold)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
+from sgl_vegas_kernels.ranking import (  # pyright: ignore[reportMissingImports]
+    CandidateScores,
+    bit_order,
+    num_parts,
+    stats_size,
+    weight_columns,
+)
 
 from sgl_vegas.key_codes import kernels as triton_kernels
 from sgl_vegas.key_codes.words import WORD_BITS, WordCodes
@@ -41,7 +48,9 @@ class StepRanking:
         num_heads: int,
         num_slots: int,
         max_batch: int,
+        score: Callable[..., None] | None = None,
     ) -> None:
+        """`score`: stands in for the CUDA kernel, called as `CandidateScores` is."""
         device = tables.counts.device
         num_layers, num_kv_heads = codes.encode.shape[:2]
         num_rows, max_count = tables.positions.shape[1:]
@@ -55,22 +64,24 @@ class StepRanking:
         self.wanted = buffer(num_rows, dtype=torch.int32)
         self._tables, self._candidates = tables, candidates
         self._group = num_heads // num_kv_heads
-        group = kernels.GROUP
-        assert self._group <= group, "the attention kernels have no more either"
-        blocks = -(-max_count // kernels.BLOCK.value)
-        self._weights = buffer(max_batch, num_kv_heads, WORD_BITS, group, dtype=torch.float16)
-        self._shares = buffer(
-            *(max_batch, num_kv_heads, max_count, self._group), dtype=torch.float16
+        self._columns = weight_columns(self._group)
+        assert self._group <= self._columns, "the attention kernels have no more either"
+        self._score = score or CandidateScores(device)
+        # As the scoring kernel reads them, and so that signs stand for bits.
+        self._weigh = self.codes.weigh[:, :, bit_order()].contiguous()
+        self._weights = buffer(
+            *(max_batch, num_kv_heads, self._columns, WORD_BITS), dtype=torch.float16
         )
-        self._stats = buffer(max_batch, blocks, 2, num_heads, dtype=torch.float32)
+        self._scores = buffer(max_batch, max_count, num_heads, dtype=torch.float16)
+        self._stats = buffer(stats_size(max_batch, num_heads), dtype=torch.float32)
         self._keys = buffer(max_batch, max_count, dtype=torch.int16)
         self._histograms = buffer(max_batch, kernels.BINS.value, dtype=torch.int32)
 
     @property
     def nbytes(self) -> int:
         buffers = (
-            *(self.words, self.positions, self.wanted, self._weights, self._shares),
-            *(self._stats, self._keys, self._histograms),
+            *(self.words, self.positions, self.wanted, self._weigh, self._weights),
+            *(self._scores, self._stats, self._keys, self._histograms),
         )
         return sum(x.nbytes for x in buffers)
 
@@ -123,25 +134,25 @@ class StepRanking:
         """
         batch, num_heads, head_dim = q.shape
         num_kv_heads = num_heads // self._group
-        tables, num_blocks = self._tables, self._stats.shape[1]
-        max_count = tables.positions.shape[2]
-        parts = min(-(-PROGRAMS // batch), num_blocks)
+        tables, max_count = self._tables, self._tables.positions.shape[2]
         positions = tables.positions[layer]
         kernels.weights_kernel[(batch, num_kv_heads)](
             q,
-            self.codes.weigh[layer],
+            self._weigh[layer],
             self.wanted,
             rows,
             self._weights,
             self._histograms,
             q.stride(0),
             num_kv_heads,
-            scale * kernels.LOG2E,
+            # Halved and negated: bits are scored by their signs, 1 and -1.
+            -0.5 * scale * kernels.LOG2E,
             HEAD_DIM=head_dim,
             DIM=max(triton.next_power_of_2(head_dim), 16),
             HEADS_A_KV_HEAD=self._group,
+            COLUMNS=self._columns,
         )
-        kernels.score_kernel[(batch, parts)](
+        self._score(
             self.words[layer],
             positions,
             tables.counts,
@@ -150,31 +161,24 @@ class StepRanking:
             rows,
             req_to_token,
             self._weights,
-            self._shares,
+            self._scores,
             self._stats,
-            req_to_token.stride(0),
-            req_to_token.shape[1],
-            max_count,
-            num_blocks,
-            NUM_KV_HEADS=num_kv_heads,
-            HEADS_A_KV_HEAD=self._group,
-            UNROLLED=math.gcd(num_kv_heads, 4),
         )
-        kernels.weigh_kernel[(batch, parts)](
+        programs = min(-(-PROGRAMS // batch), -(-max_count // kernels.BLOCK.value))
+        kernels.weigh_kernel[(batch, programs)](
             tables.counts,
             self.wanted,
             rows,
-            self._shares,
+            self._scores,
             self._stats,
             self._keys,
             self._histograms,
             max_count,
-            num_blocks,
-            NUM_KV_HEADS=num_kv_heads,
-            HEADS_A_KV_HEAD=self._group,
+            num_parts(batch, num_kv_heads),
+            NUM_HEADS=num_heads,
             HEADS=triton.next_power_of_2(num_heads),
         )
-        kernels.pick_kernel[(batch, min(parts, -(-max_count // TILE)))](
+        kernels.pick_kernel[(batch, min(programs, -(-max_count // TILE)))](
             positions,
             tables.counts,
             self.wanted,

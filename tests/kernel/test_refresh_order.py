@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from sgl_vegas_kernels import reference  # pyright: ignore[reportMissingImports]
+
 from sgl_vegas.attention.cuda_kernels import CudaKernels
 from sgl_vegas.config import VegasConfig
 from sgl_vegas.key_codes.basis import fit_basis
@@ -100,7 +102,10 @@ class World:
         slots = torch.randperm(num_rows * WIDTH, generator=self.generator) + 1
         self.req_to_token = slots.view(num_rows, WIDTH).int()
         num_slots = num_rows * WIDTH + 1
-        self.ranking = StepRanking(self.codes, self.tables, policy.candidates, HEADS, num_slots, 2)
+        self.ranking = StepRanking(
+            *(self.codes, self.tables, policy.candidates, HEADS, num_slots, 2),
+            reference.score_candidates,
+        )
         self.attention = Attention(self.req_to_token)
         workspace: Any = SimpleNamespace(
             decode=self.attention, verify=self.attention, scores=None, ranking=self.ranking

@@ -10,6 +10,12 @@ import os
 
 import pytest
 import torch
+from sgl_vegas_kernels import reference  # pyright: ignore[reportMissingImports]
+from sgl_vegas_kernels.ranking import (  # pyright: ignore[reportMissingImports]
+    CandidateScores,
+    stats_size,
+    weight_columns,
+)
 
 from sgl_vegas.key_codes.basis import KeyBasis, fit_basis
 from sgl_vegas.key_codes.moments import Moments
@@ -27,6 +33,8 @@ SHAPES = ((6, 2, 64), (3, 1, 32), (16, 1, 128), (14, 2, 80), (8, 8, 96))
 TRIED = SHAPES if ON_GPU else SHAPES[:3]
 # On the GPU more than the kernels merge or count at a time.
 LONG = 20_000 if ON_GPU else 150
+# What scores is CUDA.
+SCORE = None if ON_GPU else reference.score_candidates
 in_triton = pytest.mark.skipif(
     not (ON_GPU or INTERPRETED),
     reason="no GPU; set TRITON_INTERPRET=1",
@@ -89,7 +97,7 @@ def made(
             found = torch.randperm(max(base, 1), generator=generator)[:count].sort().values
             tables.put(layer, i + 1, base, found.to(DEVICE))
     ranking = StepRanking(
-        WordCodes.of(fitted(shape)), tables, CANDIDATES, heads, num_slots, len(bases)
+        WordCodes.of(fitted(shape)), tables, CANDIDATES, heads, num_slots, len(bases), SCORE
     )
     caches = []
     for layer in range(LAYERS):
@@ -160,6 +168,48 @@ def test_chooses_the_heaviest(shape: tuple[int, int, int], strided: bool) -> Non
             left[picked] = False
             if left.any():
                 assert weights[left].max() <= least * 2 ** (1.5 / 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+@pytest.mark.parametrize("shape", [*SHAPES, (32, 8, 128), (24, 6, 64), (15, 5, 64)], ids=str)
+@pytest.mark.parametrize("batch", [1, 5, 40])
+def test_scores_as_in_pytorch(shape: tuple[int, int, int], batch: int) -> None:
+    """What the next kernel reads: scores, and each part's maxima and sums."""
+    heads, kv_heads, _ = shape
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    counts = [0, 3000, 1, 31, 32, 33, 700, 2049][:batch] if batch > 1 else [3000]
+    counts = [counts[i % len(counts)] for i in range(batch)]
+    width, max_count, num_slots = 4000, 3000, 9000
+
+    def integers(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=generator, device=DEVICE)
+
+    def on_device(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    group, columns = heads // kv_heads, weight_columns(heads // kv_heads)
+    weights = torch.randn(batch, kv_heads, columns, 64, generator=generator, device=DEVICE).half()
+    weights[:, :, group:] = 0
+    given = (
+        integers(-(2**63), 2**63 - 1, num_slots, kv_heads),
+        integers(-9, width + 9, batch + 1, max_count).int(),
+        on_device([7, *counts]),
+        on_device([5, *([width] * batch)]),
+        on_device([1, *(min(count, 1) for count in counts)]),
+        torch.arange(1, batch + 1, device=DEVICE).flip(0),
+        integers(0, num_slots, batch + 1, width).int(),
+        weights,
+    )
+    results = []
+    for score in (reference.score_candidates, CandidateScores(torch.device(DEVICE, 0))):
+        scores = torch.zeros(batch, max_count, heads, dtype=torch.float16, device=DEVICE)
+        stats = torch.zeros(stats_size(batch, heads), device=DEVICE)
+        score(*given, scores, stats)
+        results.append((scores, stats))
+    (scores, stats), (found_scores, found_stats) = results
+    torch.testing.assert_close(found_scores, scores, rtol=2e-3, atol=2e-2)
+    torch.testing.assert_close(found_stats, stats, rtol=2e-3, atol=2e-3)
 
 
 @in_triton
