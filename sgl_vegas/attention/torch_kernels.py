@@ -90,7 +90,8 @@ class TorchKernels:
             return recent
         keys = k_cache[of_row[:base].long()]
         selected = self._policy.select_step(
-            layer, self._step, q[None], keys[None], (base,), table, scale
+            *(layer, self._step, q[None], keys[None]),
+            *((base,), (self._policy.attended(base),), table, scale),
         )
         if selected is not None:
             entries = selected[0].movedim(-1, 0)

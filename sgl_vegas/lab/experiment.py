@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_vegas.config import VegasConfig
+from sgl_vegas.lab.groups import Lane
 from sgl_vegas.lab.lists import width_of
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.report import row
-from sgl_vegas.lab.run import Lane, run_lanes
+from sgl_vegas.lab.run import run_lanes
 from sgl_vegas.lab.sampling import Sampling
 from sgl_vegas.lab.text import Text, write_texts
 from sgl_vegas.selection.policy import build_policy

@@ -1,85 +1,21 @@
-"""Lanes, and what each one's drafts attend to: gathered from its text once a selection."""
+"""What each lane's drafts attend to: gathered from its text once a selection."""
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 
+from sgl_vegas.lab.groups import Lane
 from sgl_vegas.lab.model import LabModel
-from sgl_vegas.lab.text import Text
-from sgl_vegas.selection.policy import SelectionPolicy
-
-
-@dataclass
-class Lane:
-    """One policy drafting along one text, and what was seen of it.
-
-    Attributes:
-    accepted: of each iteration, how many of its drafts were accepted.
-    read_shares: of each iteration, the KV entries that a draft step reads, for choosing too, as a
-        share of all; the mean over its steps.
-    covered: of some draft steps, (step, share of attention weight that lay in what was attended
-        to), the mean over layers and heads.
-    """
-
-    text: Text
-    policy: SelectionPolicy
-    accepted: list[int] = field(default_factory=list)
-    read_shares: list[float] = field(default_factory=list)
-    covered: list[tuple[int, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class LaneGroup:
-    """Lanes that one call serves.
-
-    Attributes:
-        lanes: their indices, in order of their texts.
-        index: (m,) int64, the same.
-        texts: the indices of their texts; a slice where it can be, since that copies no keys.
-    """
-
-    lanes: list[int]
-    index: torch.Tensor
-    texts: slice | torch.Tensor
-
-
-def grouped(
-    lanes: Sequence[Lane], key: Callable[[Lane], Hashable], most: int | None = None
-) -> list[LaneGroup]:
-    """Groups of at most `most` lanes with one `key`; those whose key is None are left out."""
-    by_key: dict[Hashable, list[int]] = defaultdict(list)
-    for index in sorted(range(len(lanes)), key=lambda index: lanes[index].text.index):
-        if key(lanes[index]) is not None:
-            by_key[key(lanes[index])].append(index)
-    return [
-        _group(lanes, indices[start : start + (most or len(indices))])
-        for indices in by_key.values()
-        for start in range(0, len(indices), most or len(indices))
-    ]
-
-
-def _group(lanes: Sequence[Lane], indices: list[int]) -> LaneGroup:
-    device = lanes[0].text.stack.ids.device
-    texts = [lanes[index].text.index for index in indices]
-    run = range(texts[0], texts[0] + len(texts))
-    return LaneGroup(
-        indices,
-        torch.tensor(indices, device=device),
-        slice(run.start, run.stop) if texts == [*run] else torch.tensor(texts, device=device),
-    )
 
 
 class AttendedLists:
     """Keys and values of the lanes' lists, in one batch a layer.
 
     An entry is a recent token's (committed since the table was made, or drafted) in the first
-    `num_recent` places, and a selected one's behind them. Nothing here waits for the device but
-    what makes index tensors: in `begin`, and where `put_each` gets other counts than before.
+    `num_recent` places, and a selected one's in the `num_selected` behind them. Nothing here but
+    `begin` waits for the device.
 
     Attributes:
         keys, values: (num_layers, num_lanes, num_kv_heads, n, head_dim).
@@ -93,7 +29,8 @@ class AttendedLists:
         self.num_recent = 2 * (num_steps + 1)
         self._most_committed = num_steps + 1
         self._stack, device = lanes[0].text.stack, model.device
-        width = self.num_recent + max(map(width_of, lanes))
+        self.num_selected = max(map(width_of, lanes))
+        width = self.num_recent + self.num_selected
         shape = (model.num_layers, len(lanes), model.num_kv_heads, width)
         self.keys = torch.zeros((*shape, model.head_dim), dtype=model.dtype, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -101,8 +38,6 @@ class AttendedLists:
         self.texts = torch.tensor([lane.text.index for lane in lanes], device=device)
         self._every = torch.arange(len(lanes), device=device)
         self._heads = torch.arange(model.num_kv_heads, device=device)[:, None]
-        # The lengths are the same for all layers of a pass.
-        self._rows_of = functools.lru_cache(maxsize=1)(self._rows)
 
     def begin(self, bases: Sequence[int], seq_lens: Sequence[int]) -> None:
         """Start an iteration: the tokens of `[base, seq_len)` are a lane's recent ones."""
@@ -134,13 +69,6 @@ class AttendedLists:
         self.counts[layer, :, :, start:end][lanes] = positions >= 0
         self.counts[layer, :, :, end:].index_fill_(0, lanes, False)
 
-    def put_each(self, layer: int, lanes: Sequence[int], positions: Sequence[torch.Tensor]) -> None:
-        """Attend to `positions`, (k,) integer of each of `lanes`."""
-        index, filled = self._rows_of(tuple(lanes), tuple(map(len, positions)))
-        flat = torch.cat(tuple(positions)).long()
-        padded = flat.new_full(filled.shape, -1).masked_scatter_(filled, flat)
-        self.put(layer, index, padded)
-
     def append(self, layer: int, step: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add the tokens of a draft step, (num_lanes, num_kv_heads, head_dim)."""
         ends = self._ends + step
@@ -161,13 +89,6 @@ class AttendedLists:
         last layer's for every layer's and the mean over its heads."""
         entries = self.counts[-1].sum(dim=-1).float().mean(dim=-1)
         return entries / (self._totals + step + 1)
-
-    def _rows(
-        self, lanes: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`lanes` on the device, and (m, longest) bool: which of a list's places are filled."""
-        index, ends = torch.tensor([lanes, lengths], device=self.keys.device)
-        return index, torch.arange(max(lengths), device=ends.device) < ends[:, None]
 
 
 def width_of(lane: Lane) -> int:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgl_vegas.lab.run import Lane
+from sgl_vegas.lab.groups import Lane
 
 
 def row(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from sgl_vegas.attention.torch_reference import query_scores
-from sgl_vegas.lab.lists import AttendedLists, Lane, LaneGroup, grouped
+from sgl_vegas.lab.groups import Lane, LaneGroup, grouped
+from sgl_vegas.lab.lists import AttendedLists
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.sampling import Sampling
-from sgl_vegas.lab.text import attend_along, one_query_attention
+from sgl_vegas.lab.text import attend_along, one_query_attention, text_scores
 from sgl_vegas.selection.ranked import RankedPolicy
 
-# Most scores that a text's lanes have at a time in a verify pass.
-MAX_SCORES = 2**26
+# Most scores, or numbers of keys, that the lanes of one call have.
+MAX_NUMBERS = 2**27
 
 
 class LabRun:
@@ -42,33 +43,28 @@ class LabRun:
         self.seq_lens = [lane.text.prompt_len for lane in lanes]
         self.bases = list(self.seq_lens)
         self.lists = AttendedLists(model, lanes, num_steps)
-        self.tables: list[list[torch.Tensor | None]] = [
-            [None] * model.num_layers for _ in self.lanes
-        ]
-        # Of a group that reselects by tables, by its first lane and the layer.
-        self._padded_tables: dict[tuple[int, int], torch.Tensor] = {}
         self._stack = lanes[0].text.stack
-        most = MAX_SCORES // (
-            (num_steps + 1) * lanes[0].text.last_queries.shape[1] * self._stack.keys.shape[2]
+        # Of each lane what its policy chose, then -1.
+        self.tables = torch.full(
+            (model.num_layers, len(lanes), max(map(_table_width, lanes))), -1, device=model.device
         )
-        self._by_text = grouped(self.lanes, lambda lane: lane.text.index)
+        num_heads, head_dim = lanes[0].text.last_queries.shape[1:]
+        num_keys, num_kv_heads = self._stack.keys.shape[2:4]
+        of_query = num_heads * num_keys
+        self._all = grouped(self.lanes, lambda _: True, max(MAX_NUMBERS // of_query, 1))
         self._scored = grouped(
             self.lanes,
-            lambda lane: (lane.text.index, _is_ranked(lane)) if lane.policy.needs_scores else None,
-            max(most, 1),
+            lambda lane: _is_ranked(lane) if lane.policy.needs_scores else None,
+            max(MAX_NUMBERS // (of_query * (num_steps + 1)), 1),
         )
         self._reselecting = grouped(
-            self.lanes, lambda lane: id(lane.policy) if lane.policy.reselects else None
+            self.lanes, _asked_together, max(MAX_NUMBERS // (num_keys * num_kv_heads * head_dim), 1)
         )
         # Of those that reselect, only who makes tables is asked after a pass.
-        self._unscored = [
-            index
-            for index, lane in enumerate(lanes)
-            if not lane.policy.needs_scores
-            and (lane.policy.makes_tables or not lane.policy.reselects)
-        ]
-        # The same for all layers of a pass.
-        self._lens_of = functools.lru_cache(maxsize=len(self._scored) or 1)(self._device_lens)
+        self._unscored = grouped(
+            self.lanes,
+            lambda lane: (not lane.policy.needs_scores and _has_table(lane)) or None,
+        )
         for layer in range(model.num_layers):
             self._first_tables(layer)
 
@@ -77,6 +73,8 @@ class LabRun:
         """One draft and verify round of every lane."""
         self.lists.begin(self.bases, self.seq_lens)
         self._starts = torch.tensor(self.seq_lens, device=self.model.device)
+        # The same for all layers and steps: what each reselecting group is asked about.
+        self._asked = [self._bases_and_budgets(group) for group in self._reselecting]
         wanted = self._text_tokens()
         drafts = self._draft(wanted, measure_coverage)
         accepted = (drafts[:, 1:] == wanted).long().cumprod(dim=1).sum(dim=1)
@@ -135,40 +133,68 @@ class LabRun:
         coverage: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         self.lists.append(layer, step, k[:, 0], v[:, 0])
-        for group in self._reselecting:
-            self._reselect(group, layer, step, q[:, 0], scale)
+        self._reselect(layer, step, q[:, 0], scale)
         if coverage is not None:
             coverage.append(self._coverage(layer, q[:, 0], scale))
         lists = self.lists
         of_layer = (lists.keys[layer], lists.values[layer], lists.counts[layer])
         return one_query_attention(q[:, 0], *of_layer, scale)[:, None]
 
-    def _reselect(
-        self, group: LaneGroup, layer: int, step: int, q: torch.Tensor, scale: float
-    ) -> None:
-        policy = self.lanes[group.lanes[0]].policy
+    def _bases_and_budgets(self, group: LaneGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
         bases = tuple(self.bases[index] for index in group.lanes)
-        if step == 0 and policy.makes_tables:
-            of_lanes = (self.tables[index][layer] for index in group.lanes)
-            made = [table for table in of_lanes if table is not None]
-            padded = pad_sequence(made, batch_first=True, padding_value=-1).long()
-            self._padded_tables[group.lanes[0], layer] = padded
-        tables = self._padded_tables.get((group.lanes[0], layer))
+        policies = [self.lanes[index].policy for index in group.lanes]
+        return bases, tuple(
+            policy.attended(base) for policy, base in zip(policies, bases, strict=True)
+        )
+
+    def _reselect(self, layer: int, step: int, q: torch.Tensor, scale: float) -> None:
+        """Ask who selects at every step; `q` is (num_lanes, num_heads, head_dim)."""
+        lanes: list[torch.Tensor] = []
+        chosen: list[torch.Tensor] = []
+        for group, asked in zip(self._reselecting, self._asked, strict=True):
+            positions = self._select_step(group, *asked, layer, step, q[group.index], scale)
+            if positions is not None:
+                lanes.append(group.index)
+                each = (-1, self.model.num_kv_heads, -1)
+                chosen.append(
+                    positions if positions.dim() == 3 else positions[:, None].expand(each)
+                )
+        if chosen:
+            width = max(positions.shape[-1] for positions in chosen)
+            padded = [
+                pad(positions, (0, width - positions.shape[-1]), value=-1) for positions in chosen
+            ]
+            self.lists.put(layer, torch.cat(lanes), torch.cat(padded))
+
+    def _select_step(
+        self,
+        group: LaneGroup,
+        bases: tuple[int, ...],
+        budgets: tuple[int, ...],
+        layer: int,
+        step: int,
+        q: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor | None:
+        policies = [self.lanes[index].policy for index in group.lanes]
+        tables = None
+        if policies[0].makes_tables:
+            sizes = [policy.table_size(base) for policy, base in zip(policies, bases, strict=True)]
+            tables = self.tables[layer, group.index, : max(sizes)]
         keys = self._stack.keys[layer, group.texts, : max(bases)]
-        positions = policy.select_step(layer, step, q[group.index], keys, bases, tables, scale)
-        if positions is not None:
-            self.lists.put(layer, group.index, positions)
+        if group.per_text > 1:
+            keys = keys[:, None].expand(-1, group.per_text, -1, -1, -1).flatten(0, 1)
+        return policies[0].select_step(layer, step, q, keys, bases, budgets, tables, scale)
 
     def _coverage(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """(num_lanes,) float32: mean share of the heads' weight that the attended entries have."""
         listed = self.lists.scores(layer, q, scale)
         before = torch.empty_like(listed[..., 0])
-        for group in self._by_text:
-            text = self.lanes[group.lanes[0]].text
-            keys = text.keys[layer, : max(self.bases[index] for index in group.lanes)]
-            visible = self.lists.bases[group.index]
-            scores = query_scores(q[group.index], keys, visible, scale)
-            before[group.index] = scores.logsumexp(dim=-1)
+        for group in self._all:
+            keys = self._stack.keys[layer, group.texts, : max(self.bases)]
+            visible = group.by_text(self.lists.bases[group.index])
+            scores = text_scores(group.by_text(q[group.index]), keys, visible, scale)
+            before[group.index] = scores.logsumexp(dim=-1).flatten(0, 1)
         # Recent tokens are in the list only, those before them in both.
         recent = listed[..., : self.lists.num_recent].logsumexp(dim=-1)
         every = torch.logaddexp(before, recent)
@@ -196,23 +222,22 @@ class LabRun:
     def _verify(self, drafts: torch.Tensor) -> None:
         """Make the next tables: from a pass over the drafts where a policy wants scores."""
         for layer in range(self.model.num_layers):
-            self._list(layer, self._select_unscored(layer, self.seq_lens))
+            self._select_unscored(layer, self.seq_lens)
         if not self._scored:
             return
         shares = self._query_shares(drafts.shape[1])
         index = torch.cat([group.index for group in self._scored])
         sizes = [len(group.lanes) for group in self._scored]
         starts = self._starts[index]
+        limits = [self._limits(group, self.seq_lens) for group in self._scored]
 
         def attend(layer, q, k, v, scale) -> torch.Tensor:
             parts = (x.split(sizes) for x in (q, k, v, starts))
             outputs: list[torch.Tensor] = []
-            listed: dict[int, torch.Tensor] = {}
-            for group, *part in zip(self._scored, *parts, strict=True):
+            for group, of_group, *part in zip(self._scored, limits, *parts, strict=True):
                 output, scores = self._attend_verify(group, layer, *part, scale=scale)
                 outputs.append(output)
-                listed |= self._select_scored(group, layer, scores, shares)
-            self._list(layer, listed)
+                self._select_scored(group, layer, scores, shares, of_group)
             return torch.cat(outputs)
 
         positions = starts[:, None] + torch.arange(drafts.shape[1], device=drafts.device)
@@ -228,12 +253,13 @@ class LabRun:
         starts: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pass of one text's lanes over all KV, the text's and that of each one's drafts:
-        output and scores, as `attend_along` has them."""
-        text, width = self.lanes[group.lanes[0]].text, q.shape[1]
-        end = max(self.seq_lens[index] for index in group.lanes) + width
-        keys, values = text.keys[layer, :end], text.values[layer, :end]
-        return attend_along(q, k, v, keys, values, starts, scale)
+        """The pass of some lanes over all KV, their texts' and that of each one's drafts: output,
+        shaped like `q`, and scores, (m, width, num_heads, n)."""
+        end = max(self.seq_lens[index] for index in group.lanes) + q.shape[1]
+        keys, values = (x[layer, group.texts, :end] for x in (self._stack.keys, self._stack.values))
+        q, k, v, starts = (group.by_text(x) for x in (q, k, v, starts))
+        output, scores = attend_along(q, k, v, keys, values, starts, scale)
+        return output.flatten(0, 1), scores.flatten(0, 1)
 
     def _query_shares(self, width: int) -> torch.Tensor:
         """(num_lanes, width) float32: what each of a pass's queries counts in its lane's ranking;
@@ -245,13 +271,19 @@ class LabRun:
         return shares.to(self.model.device)
 
     def _select_scored(
-        self, group: LaneGroup, layer: int, scores: torch.Tensor, shares: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
-        """As `_select`, of a group's `scores`, (m, width, num_heads, n)."""
+        self,
+        group: LaneGroup,
+        layer: int,
+        scores: torch.Tensor,
+        shares: torch.Tensor,
+        limits: tuple[torch.Tensor, torch.Tensor, int],
+    ) -> None:
+        """Make a group's tables from `scores`, (m, width, num_heads, n)."""
         if _is_ranked(self.lanes[group.lanes[0]]):
-            return self._rank(group, layer, scores, shares[group.index], self.seq_lens)
+            self._keep(layer, group, _rank(scores, shares[group.index], *limits))
+            return
         width = scores.shape[1]
-        collected = []
+        collected: list[torch.Tensor | None] = []
         for of_lane, index in zip(scores, group.lanes, strict=True):
             lane = self.lanes[index]
             picked = lane.policy.collects.places(width, lane.accepted[-1])
@@ -259,86 +291,97 @@ class LabRun:
             spacing = picked[1] - picked[0] if len(picked) > 1 else 1
             of_queries = of_lane[picked[0] : picked[-1] + 1 : spacing]
             collected.append(of_queries[..., : self.seq_lens[index] + width])
-        return self._select(layer, group.lanes, collected, self.seq_lens)
-
-    def _rank(
-        self,
-        group: LaneGroup,
-        layer: int,
-        scores: torch.Tensor,
-        shares: torch.Tensor,
-        seq_lens: Sequence[int],
-    ) -> dict[int, torch.Tensor]:
-        """What `RankedPolicy.select` does, for a group at once: of `scores`, (m or 1, width,
-        num_heads, n), by the `shares`, (m, width), that the queries have in the ranking."""
-        weights = scores.softmax(dim=-1).mean(dim=2)
-        values = (shares.to(weights.dtype).unsqueeze(1) @ weights).squeeze(1)
-        lens = self._lens_of(tuple(seq_lens[index] for index in group.lanes))
-        hidden = torch.arange(values.shape[1], device=lens.device) >= lens
-        sizes = [self.lanes[i].policy.table_size(seq_lens[i]) for i in group.lanes]
-        # Below any weight that underflowed to 0.
-        best = values.masked_fill_(hidden, -1.0).topk(max(sizes)).indices
-        listed: dict[int, torch.Tensor] = {}
-        for index, size, of_lane in zip(group.lanes, sizes, best, strict=True):
-            self.tables[index][layer] = of_lane[:size]
-            if not self.lanes[index].policy.reselects:
-                listed[index] = of_lane[:size]
-        return listed
+        self._select(layer, group, collected, self.seq_lens, self.model.device)
 
     def _first_tables(self, layer: int) -> None:
         """As after a prefill: from each prompt's last query."""
         prompt_lens = [lane.text.prompt_len for lane in self.lanes]
-        listed = self._select_unscored(layer, prompt_lens)
+        self._select_unscored(layer, prompt_lens)
         for group in self._scored:
-            text = self.lanes[group.lanes[0]].text
-            visible = text.stack.prompt_lens[text.index, None]
-            keys = text.keys[layer, : text.prompt_len]
-            scores = query_scores(text.last_queries[None, layer], keys, visible, text.scale)
+            texts = [self.lanes[index].text for index in group.lanes]
+            queries = torch.stack([text.last_queries[layer] for text in texts])
+            keys = self._stack.keys[layer, group.texts, : max(prompt_lens)]
+            limits = self._limits(group, prompt_lens)
+            visible = group.by_text(limits[0].squeeze(1))
+            scores = text_scores(group.by_text(queries), keys, visible, texts[0].scale)
+            scores = scores.flatten(0, 1).unsqueeze(1)
             if _is_ranked(self.lanes[group.lanes[0]]):
                 alike = scores.new_ones(len(group.lanes), 1)
-                listed |= self._rank(group, layer, scores[None], alike, prompt_lens)
+                self._keep(layer, group, _rank(scores, alike, *limits))
             else:
-                of_lanes = [scores] * len(group.lanes)
-                listed |= self._select(layer, group.lanes, of_lanes, prompt_lens)
-        self._list(layer, listed)
+                of_lanes = [
+                    of_lane[..., : text.prompt_len]
+                    for of_lane, text in zip(scores, texts, strict=True)
+                ]
+                self._select(layer, group, of_lanes, prompt_lens, self.model.device)
 
-    def _select_unscored(self, layer: int, seq_lens: Sequence[int]) -> dict[int, torch.Tensor]:
-        return self._select(layer, self._unscored, [None] * len(self._unscored), seq_lens)
+    def _select_unscored(self, layer: int, seq_lens: Sequence[int]) -> None:
+        """Make the tables that need no scores. On the host: these are many small operations."""
+        for group in self._unscored:
+            nothing = [None] * len(group.lanes)
+            self._select(layer, group, nothing, seq_lens, torch.device("cpu"))
 
     def _select(
         self,
         layer: int,
-        lanes: Sequence[int],
+        group: LaneGroup,
         scores: Sequence[torch.Tensor | None],
         seq_lens: Sequence[int],
-    ) -> dict[int, torch.Tensor]:
-        """Make the tables of `lanes`; `scores` are one a lane, `seq_lens` of all lanes.
-
-        Returns:
-            Of each lane that attends to them until the next pass, (k,) positions.
-        """
-        listed: dict[int, torch.Tensor] = {}
-        for index, of_lane in zip(lanes, scores, strict=True):
+        device: torch.device,
+    ) -> None:
+        """Have each lane's policy make its table; `scores` are one a lane of the group, `seq_lens`
+        of all lanes."""
+        tables: list[torch.Tensor] = []
+        for index, of_lane in zip(group.lanes, scores, strict=True):
             policy, seq_len = self.lanes[index].policy, seq_lens[index]
             if policy.makes_tables:
-                within = policy.table_size(seq_len) >= seq_len
-                positions = policy.select(
-                    layer, None if within else of_lane, seq_len, self.model.device
-                )
-                self.tables[index][layer] = positions
+                given = None if policy.table_size(seq_len) >= seq_len else of_lane
+                tables.append(policy.select(layer, given, seq_len, device).long())
             else:
-                positions = torch.arange(seq_len, device=self.model.device)
-            if not policy.reselects:
-                listed[index] = positions
-        return listed
+                tables.append(torch.arange(seq_len, device=device))
+        padded = pad_sequence(tables, batch_first=True, padding_value=-1)
+        self._keep(layer, group, padded.to(self.model.device))
 
-    def _device_lens(self, seq_lens: tuple[int, ...]) -> torch.Tensor:
-        """(m, 1) int64."""
-        return torch.tensor(seq_lens, device=self.model.device).unsqueeze(1)
+    def _keep(self, layer: int, group: LaneGroup, positions: torch.Tensor) -> None:
+        """Take `positions`, (m, k), as a group's tables; who holds them attends to them."""
+        width = self.tables.shape[2] - positions.shape[1]
+        self.tables[layer, group.index] = pad(positions, (0, width), value=-1)
+        if len(group.held) > 0:
+            # The group's widest table may be of a lane that doesn't attend to it as it is.
+            held = positions[group.held, : self.lists.num_selected]
+            self.lists.put(layer, group.index[group.held], held)
 
-    def _list(self, layer: int, listed: dict[int, torch.Tensor]) -> None:
-        if listed:
-            self.lists.put_each(layer, [*listed], [*listed.values()])
+    def _limits(
+        self, group: LaneGroup, seq_lens: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(m, 1) int64 each: of how many positions a lane's table is chosen, and how many they are;
+        and the most of these."""
+        lens = [seq_lens[index] for index in group.lanes]
+        policies = [self.lanes[index].policy for index in group.lanes]
+        sizes = [policy.table_size(n) for policy, n in zip(policies, lens, strict=True)]
+        of_lens, of_sizes = torch.tensor([lens, sizes], device=self.model.device).unsqueeze(2)
+        return of_lens, of_sizes, max(sizes)
+
+
+def _rank(
+    scores: torch.Tensor, shares: torch.Tensor, lens: torch.Tensor, sizes: torch.Tensor, most: int
+) -> torch.Tensor:
+    """What `RankedPolicy.select` does, for many lanes at once.
+
+    Args:
+        scores: (m, width, num_heads, n).
+        shares: (m, width), what each query counts in the ranking.
+        lens, sizes, most: as of `LabRun._limits`.
+
+    Returns:
+        (m, most) int64, -1 behind a lane's own.
+    """
+    weights = scores.softmax(dim=-1).mean(dim=2)
+    values = (shares.to(weights.dtype).unsqueeze(1) @ weights).squeeze(1)
+    hidden = torch.arange(values.shape[1], device=values.device) >= lens
+    # Below any weight that underflowed to 0.
+    best = values.masked_fill(hidden, -1.0).topk(most).indices
+    return best.masked_fill(torch.arange(most, device=values.device) >= sizes, -1)
 
 
 def _is_ranked(lane: Lane) -> bool:
@@ -349,6 +392,26 @@ def _is_ranked(lane: Lane) -> bool:
         and type(policy).select is RankedPolicy.select
         and policy.config.score_mode == "weight"
     )
+
+
+def _has_table(lane: Lane) -> bool:
+    return lane.policy.makes_tables or not lane.policy.reselects
+
+
+def _table_width(lane: Lane) -> int:
+    """Most entries that a lane's table has while its text lasts."""
+    if not _has_table(lane):
+        return 0
+    lens = range(lane.text.prompt_len, len(lane.text) + 1)
+    return max(map(lane.policy.table_size, lens)) if lane.policy.makes_tables else lens.stop - 1
+
+
+def _asked_together(lane: Lane) -> Hashable:
+    """Of lanes that select at every step: the same for policies that differ by their ratio only."""
+    policy = lane.policy
+    if not policy.reselects:
+        return None
+    return type(policy), replace(policy.config, sparsity_ratio=1.0)
 
 
 def run_lanes(

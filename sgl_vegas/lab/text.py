@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sgl_vegas.attention.torch_reference import query_scores
 from sgl_vegas.lab.model import LabModel
 from sgl_vegas.lab.sampling import Sampling
 
@@ -157,6 +156,29 @@ def one_query_attention(
     return output.flatten(1, 2)
 
 
+def text_scores(
+    q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Scaled logits of a few queries of each text over its keys.
+
+    Args:
+        q: (num_texts, num_queries, num_heads, head_dim).
+        keys: (num_texts, n, num_kv_heads, head_dim).
+        visible: (num_texts, num_queries) int64, how many of the keys each query sees.
+
+    Returns:
+        (num_texts, num_queries, num_heads, n) float32 (float64 if q is), `-inf` where masked.
+    """
+    num_queries, num_kv_heads = q.shape[1], keys.shape[2]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # (texts, kv_heads, queries * group, head_dim) x (texts, kv_heads, head_dim, n)
+    by_head = q.to(dtype).unflatten(2, (num_kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+    scores = by_head @ keys.to(dtype).permute(0, 2, 3, 1) * scale
+    scores = scores.unflatten(2, (num_queries, -1)).transpose(1, 2).flatten(2, 3)
+    hidden = torch.arange(keys.shape[1], device=keys.device) >= visible[..., None, None]
+    return scores.masked_fill_(hidden, float("-inf"))
+
+
 def attend_along(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -166,38 +188,42 @@ def attend_along(
     starts: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of several requests' drafts, each behind a beginning of one text.
+    """Attention of several requests' drafts, each behind a beginning of a text, m of each text.
 
     Args:
-        q: (m, width, num_heads, head_dim), the drafts' queries, causal among themselves.
-        k, v: (m, width, num_kv_heads, head_dim), the drafts' own.
-        keys, values: (n, num_kv_heads, head_dim), the text's, n at least any start + width.
-        starts: (m,) int64, how much of the text each request sees; its drafts stand there.
+        q: (num_texts, m, width, num_heads, head_dim), the drafts' queries, causal among themselves.
+        k, v: (num_texts, m, width, num_kv_heads, head_dim), the drafts' own.
+        keys, values: (num_texts, n, num_kv_heads, head_dim), the texts', n at least any
+            start + width; what lies behind a text is finite.
+        starts: (num_texts, m) int64, how much of its text each request sees; its drafts stand
+            there.
 
     Returns:
-        (m, width, num_heads, head_dim), and the scaled logits, (m, width, num_heads, n) float32
-        (float64 if q is), a draft's at its position, `-inf` where a query may not look.
+        (num_texts, m, width, num_heads, head_dim), and the scaled logits, (num_texts, m, width,
+        num_heads, n) float32 (float64 if q is), a draft's at its position, `-inf` where a query may
+        not look.
     """
-    m, width, num_heads, _ = q.shape
-    num_kv_heads = k.shape[2]
-    visible = starts[:, None].expand(-1, width).flatten()
-    scores = query_scores(q.flatten(0, 1), keys, visible, scale).unflatten(0, (m, width))
-    # (m, kv_heads, group, width, head_dim) x (m, kv_heads, 1, head_dim, width)
-    grouped = q.to(scores.dtype).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    own = grouped @ k.to(scores.dtype).permute(0, 2, 3, 1).unsqueeze(2) * scale
+    _, m, width, num_heads, _ = q.shape
+    num_kv_heads = k.shape[3]
+    visible = starts[..., None].expand(-1, -1, width).flatten(1)
+    scores = text_scores(q.flatten(1, 2), keys, visible, scale).unflatten(1, (m, width))
+    # (texts, m, kv_heads, group, width, head_dim) x (texts, m, kv_heads, 1, head_dim, width)
+    grouped = q.to(scores.dtype).unflatten(3, (num_kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
+    own = grouped @ k.to(scores.dtype).permute(0, 1, 3, 4, 2).unsqueeze(3) * scale
     places = torch.arange(width, device=q.device)
     own = own.masked_fill_(places > places[:, None], float("-inf"))
-    columns = (starts[:, None] + places)[:, None, None].expand(-1, width, num_heads, -1)
-    scores.scatter_(3, columns, own.permute(0, 3, 1, 2, 4).flatten(2, 3))
+    columns = (starts[..., None] + places)[:, :, None, None].expand(-1, -1, width, num_heads, -1)
+    scores.scatter_(4, columns, own.permute(0, 1, 4, 2, 3, 5).flatten(3, 4))
 
     weights = scores.softmax(dim=-1).to(v.dtype)
-    of_own = weights.gather(3, columns).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    of_own = weights.gather(4, columns).unflatten(3, (num_kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
     # The text goes on otherwise where the drafts stand.
-    weights.scatter_(3, columns, 0.0)
-    by_head = weights.unflatten(2, (num_kv_heads, -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)
-    output = (by_head @ values.transpose(0, 1)).unflatten(1, (m, width, -1)).permute(1, 2, 0, 3, 4)
-    output = output + (of_own @ v.transpose(1, 2).unsqueeze(2)).permute(0, 3, 1, 2, 4)
-    return output.flatten(2, 3), scores
+    weights.scatter_(4, columns, 0.0)
+    by_head = weights.unflatten(3, (num_kv_heads, -1)).permute(0, 3, 1, 2, 4, 5).flatten(2, 4)
+    output = (by_head @ values.transpose(1, 2)).unflatten(2, (m, width, -1))
+    output = output.permute(0, 2, 3, 1, 4, 5)
+    output = output + (of_own @ v.transpose(2, 3).unsqueeze(3)).permute(0, 1, 4, 2, 3, 5)
+    return output.flatten(3, 4), scores
 
 
 def _prefill(

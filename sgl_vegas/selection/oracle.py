@@ -32,10 +32,11 @@ class OraclePolicy(SelectionPolicy):
         q: torch.Tensor,
         keys: torch.Tensor,
         seq_lens: tuple[int, ...],
+        budgets: tuple[int, ...],
         tables: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        lens, budgets = self._limits_of(seq_lens, q.device)
+        lens, limits = self._limits_of(seq_lens, budgets, q.device)
         hidden = torch.arange(keys.shape[1], device=q.device) >= lens
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries = q.to(dtype).unflatten(1, (keys.shape[2], -1))
@@ -43,14 +44,13 @@ class OraclePolicy(SelectionPolicy):
         weights = logits.masked_fill_(hidden[:, None], float("-inf")).softmax(dim=-1).mean(dim=2)
         # Below any weight that underflowed to 0.
         weights = weights.masked_fill_(hidden, -1.0)
-        chosen = weights.topk(max(map(self.config.budget, seq_lens))).indices
-        surplus = torch.arange(chosen.shape[-1], device=q.device) >= budgets
+        chosen = weights.topk(max(budgets)).indices
+        surplus = torch.arange(chosen.shape[-1], device=q.device) >= limits
         return chosen.masked_fill_(surplus, -1)
 
     def _limits(
-        self, seq_lens: tuple[int, ...], device: torch.device
+        self, seq_lens: tuple[int, ...], budgets: tuple[int, ...], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(batch_size, 1, 1) int64 each: lengths and budgets."""
-        budgets = [self.config.budget(seq_len) for seq_len in seq_lens]
         lens, limits = torch.tensor([seq_lens, budgets], device=device)[..., None, None]
         return lens, limits

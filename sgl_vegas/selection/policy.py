@@ -112,6 +112,7 @@ class SelectionPolicy:
         q: torch.Tensor,
         keys: torch.Tensor,
         seq_lens: tuple[int, ...],
+        budgets: tuple[int, ...],
         tables: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
@@ -129,13 +130,16 @@ class SelectionPolicy:
                 doesn't count. What the policy looks at of them is for `extra_reads` to say.
             seq_lens: of each request, the number of positions to choose from, at least 1; the same
                 for all layers and steps of a round of drafts.
+            budgets: of each request, the most positions that it may attend to: what `attended`
+                says, of the policy with that request's sparsity ratio. The laboratory asks for
+                several ratios in one call, so that this alone counts and `config`'s doesn't.
             tables: (batch_size, m) int64, what `select` chose, each padded with -1 at its end; None
                 if the policy makes no tables.
             scale: factor of the logits.
 
         Returns:
             Positions in `[0, seq_len)` of each request: (batch_size, k) integer for all KV heads,
-            or (batch_size, num_kv_heads, k) for each, k at most the largest of the budgets.
+            or (batch_size, num_kv_heads, k) for each, k at most the largest of `budgets`.
             -1 where a request has fewer; the same entries of all its heads. None to attend to what
             the step before did; not at step 0.
         """

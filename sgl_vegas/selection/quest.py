@@ -62,10 +62,11 @@ class QuestPolicy(SelectionPolicy):
         q: torch.Tensor,
         keys: torch.Tensor,
         seq_lens: tuple[int, ...],
+        budgets: tuple[int, ...],
         tables: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor:
-        layout = self._layout_of(seq_lens, q.device)
+        layout = self._layout_of(seq_lens, budgets, q.device)
         if not layout.most_pages:
             return layout.offset.squeeze(1)
         num_pages = max(seq_lens) // PAGE_SIZE
@@ -83,10 +84,11 @@ class QuestPolicy(SelectionPolicy):
         of_entries = chosen.gather(2, layout.rank.expand(-1, chosen.shape[1], -1))
         return of_entries * layout.stride + layout.offset
 
-    def _layout(self, seq_lens: tuple[int, ...], device: torch.device) -> Layout:
+    def _layout(
+        self, seq_lens: tuple[int, ...], budgets: tuple[int, ...], device: torch.device
+    ) -> Layout:
         wanted, offsets, strides = [], [], []
-        for seq_len in seq_lens:
-            budget = self.config.budget(seq_len)
+        for seq_len, budget in zip(seq_lens, budgets, strict=True):
             num_pages, rest = divmod(seq_len, PAGE_SIZE)
             wanted.append(min(max(budget - rest, 0) // PAGE_SIZE, num_pages))
             in_pages = torch.arange(wanted[-1] * PAGE_SIZE)

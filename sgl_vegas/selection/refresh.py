@@ -94,6 +94,7 @@ class RefreshPolicy(RankedPolicy):
         q: torch.Tensor,
         keys: torch.Tensor,
         seq_lens: tuple[int, ...],
+        budgets: tuple[int, ...],
         tables: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
@@ -108,14 +109,13 @@ class RefreshPolicy(RankedPolicy):
         queries = self.basis.project(layer, q.unflatten(1, (keys.shape[2], -1)))
         logits = (queries @ coded.permute(0, 2, 3, 1)).flatten(1, 2) * scale
         weights = logits.masked_fill(surplus[:, None], float("-inf")).softmax(dim=-1).mean(dim=1)
-        wanted = self._wanted_of(seq_lens, q.device)
-        most = min(max(map(self.attended, seq_lens)), tables.shape[1])
+        wanted = self._wanted_of(budgets, q.device)
+        most = min(max(budgets), tables.shape[1])
         # Padding comes last, below any weight that underflowed to 0.
         best = weights.masked_fill(surplus, -1.0).topk(most).indices
         beyond = torch.arange(most, device=q.device) >= wanted
         return tables.gather(1, best).masked_fill(beyond, -1)
 
-    def _wanted(self, seq_lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    def _wanted(self, budgets: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """(batch_size, 1) int64: how many positions each request attends to."""
-        counts = [self.attended(seq_len) for seq_len in seq_lens]
-        return torch.tensor(counts, device=device).unsqueeze(1)
+        return torch.tensor(budgets, device=device).unsqueeze(1)

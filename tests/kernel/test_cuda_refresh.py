@@ -122,7 +122,8 @@ def test_drafts_attend_to_what_the_policy_chooses(
                     candidates = tables.positions[layer_id, row, :count].long()
                     keys = case.k_cache[slots[:length].long()]
                     expected = policy.select_step(
-                        layer_id, step, q[None], keys[None], (length,), candidates[None], case.scale
+                        *(layer_id, step, q[None], keys[None], (length,), (attended,)),
+                        *(candidates[None], case.scale),
                     )
                     assert expected is not None
                     assert len(set(chosen.tolist())) == attended

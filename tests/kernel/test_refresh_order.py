@@ -188,7 +188,8 @@ def test_every_step_attends_to_what_the_policy_chooses(world: World) -> None:
                 table = world.tables.positions[layer, row, :count].long()
                 keys = world.k[layer][world.req_to_token[row, :length].long()]
                 chosen = world.policy.select_step(
-                    layer, step, q[i : i + 1], keys[None], (length,), table[None], SCALE
+                    *(layer, step, q[i : i + 1], keys[None], (length,)),
+                    *((world.policy.attended(length),), table[None], SCALE),
                 )
                 assert chosen is not None
                 attended = world.policy.attended(length)
