@@ -7,15 +7,6 @@
 
 #include "ptx.cuh"
 
-namespace {
-
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
-// Candidates that a warp scores at a time.
-constexpr int kTile = 32;
-// KV heads of a CTA: their codes of a candidate are one sector.
-constexpr int kHeads = 4;
-
 struct RankingParams {
   const uint64_t* words;         // the layer's (num_slots, num_kv_heads)
   const int* positions;          // the layer's (num_rows, max_count)
@@ -34,6 +25,15 @@ struct RankingParams {
   int group;                     // query heads of a KV head
   int num_parts;
 };
+
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+// Candidates that a warp scores at a time.
+constexpr int kTile = 32;
+// KV heads of a CTA: their codes of a candidate are one sector.
+constexpr int kHeads = 4;
 
 // A thread's part of the right operands of one KV head: a head's 64 weights lie as its four lanes
 // read them, 16 each. Half e of register i of the low or high word's is that of bit
