@@ -16,13 +16,12 @@ CTAS = 512
 MAX_PARTS = 128
 # A part holds a multiple of so many candidates, the last one excepted.
 TILE = 32
-# KV heads of a CTA.
-HEADS = 4
 
 
 def num_parts(batch: int, num_kv_heads: int) -> int:
     """Parts that each request's candidates are cut into, whatever their number."""
-    return min(max(CTAS // (batch * -(-num_kv_heads // HEADS)), 1), MAX_PARTS)
+    heads = next(count for count in (4, 3, 2, 1) if num_kv_heads % count == 0)  # of a CTA
+    return min(max(CTAS // (batch * (num_kv_heads // heads)), 1), MAX_PARTS)
 
 
 def stats_size(max_batch: int, num_heads: int) -> int:
@@ -30,19 +29,19 @@ def stats_size(max_batch: int, num_heads: int) -> int:
     return max(CTAS, max_batch) * 2 * num_heads
 
 
-def weight_columns(group: int) -> int:
-    """Query heads of a KV head, padded to what a product takes."""
-    return 8 if group <= 8 else 16
-
-
 class CandidateScores:
-    """Launches the kernel of `ranking.cu`."""
+    """Launches the kernel of `ranking.cu`, for at most 16 query heads a KV head."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
         """Builds the kernel where that is still to do. Raises RuntimeError where nvcc fails."""
         self._device = device.index
+        defines = (
+            ("VEGAS_HALF", 1),
+            ("VEGAS_KV_HEADS", num_kv_heads),
+            ("VEGAS_GROUP", num_heads // num_kv_heads),
+        )
         capability = torch.cuda.get_device_capability(device)
-        (self._library,) = load([Source("ranking.cu", (("VEGAS_HALF", 1),), capability)])
+        (self._library,) = load([Source("ranking.cu", defines, capability)])
 
     def __call__(
         self,
@@ -65,15 +64,13 @@ class CandidateScores:
             counts, bases, wanted: (num_rows,) int32.
             rows: (batch_size,) int64.
             req_to_token: (num_rows, width) int32, KV slot of each position.
-            weights: (batch_size, num_kv_heads, weight_columns, 64) float16: what a set bit counts,
-                halved and negated, in log2 units, in the order that `bit_order` says.
-            scores: (batch_size, max_count, num_heads) float16, contiguous: written, each head's but
-                for a constant.
-            stats: at least (batch_size, num_parts, 2, num_heads) float32: written, each part's
-                maxima and sums of 2^(score - maximum), of parts that have candidates.
+            weights: (batch_size, num_heads, 64) float16, contiguous: what a set bit counts, in log2
+                units, in the order of `bit_order`.
+            scores: (batch_size, max_count, num_heads) float16, contiguous: written, as if bits were
+                1/2 and -1/2, which changes each head's by a constant.
+            stats: at least (batch_size, num_parts, 2, num_heads) float32, flat: written, of parts
+                that have candidates, a reference a head and the sum of 2^(score - reference).
         """
-        num_kv_heads, num_heads = words.shape[1], scores.shape[2]
-        group = num_heads // num_kv_heads
         params = structs.RankingParams(
             words=pointer(words, torch.int64, 2, "words"),
             positions=pointer(positions, torch.int32, 2, "positions"),
@@ -82,15 +79,13 @@ class CandidateScores:
             wanted=pointer(wanted, torch.int32, 1, "wanted"),
             rows=pointer(rows, torch.int64, 1, "rows"),
             req_to_token=pointer(req_to_token, torch.int32, 2, "req_to_token"),
-            weights=pointer(weights, torch.float16, 4, "weights"),
+            weights=pointer(weights, torch.float16, 3, "weights"),
             scores=pointer(scores, torch.float16, 3, "scores"),
             stats=pointer(stats, torch.float32, 1, "stats"),
             req_to_token_stride=req_to_token.stride(0),
             width=req_to_token.shape[1],
             max_count=positions.shape[1],
-            num_kv_heads=num_kv_heads,
-            group=group,
-            num_parts=num_parts(len(rows), num_kv_heads),
+            num_parts=num_parts(len(rows), words.shape[1]),
         )
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         error = self._library.vegas_score_candidates(
@@ -107,4 +102,4 @@ def bit_order() -> torch.Tensor:
     """
     place = torch.arange(64)
     lane, word, register, half = place // 16, place // 8 % 2, place // 2 % 4, place % 2
-    return 32 * word + 16 * half + 15 - (4 * lane + register)
+    return 32 * word + 16 * half + 4 * lane + 3 - register

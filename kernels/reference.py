@@ -132,8 +132,8 @@ def score_candidates(
         last = max(min(int(bases[row]), width) - 1, 0)
         slots = req_to_token[row, positions[row, :count].long().clamp(0, last)].long()
         places = torch.arange(64, device=words.device)
-        bits = 1.0 - 2.0 * (words[slots].unsqueeze(-1) >> places & 1)
-        own = of_bits[index, :, : num_heads // num_kv_heads]
+        bits = (words[slots].unsqueeze(-1) >> places & 1) - 0.5
+        own = of_bits[index].unflatten(0, (num_kv_heads, -1))
         found = torch.einsum("nhb,hgb->nhg", bits.double(), own).flatten(1)
         scores[index, :count] = found.half()
         size = -(-count // (parts * TILE)) * TILE

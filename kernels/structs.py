@@ -137,8 +137,6 @@ class RankingParams(ctypes.Structure):
         ("req_to_token_stride", c_int64),
         ("width", c_int),
         ("max_count", c_int),
-        ("num_kv_heads", c_int),
-        ("group", c_int),
         ("num_parts", c_int),
     ]
 

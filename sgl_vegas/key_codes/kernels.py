@@ -60,7 +60,7 @@ def weights_kernel(
     weigh,  # the layer's (num_kv_heads, 64, HEAD_DIM) float32, in the order of the weights
     wanted,  # (num_rows,) int32
     rows,  # (batch,) int64
-    weights,  # (batch, num_kv_heads, COLUMNS, 64) float16, what a set bit counts, times `scale`
+    weights,  # (batch, num_heads, 64) float16, what a set bit counts, times `scale`
     histograms,  # (batch, BINS) int32
     q_stride,
     num_kv_heads,
@@ -68,7 +68,6 @@ def weights_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HEADS_A_KV_HEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """What each bit of a code counts for each query head. Clears the histograms. Grid: batch, KV
     heads."""
@@ -87,8 +86,8 @@ def weights_kernel(
         weigh + (head * 64 + j[:, None]) * HEAD_DIM + d[None, :], d[None, :] < HEAD_DIM, other=0.0
     )
     product = tl.dot(of_bits, queries.to(tl.float32), input_precision="tf32") * scale
-    at = ((request * num_kv_heads + head) * COLUMNS + g[None, :]) * 64 + j[:, None]
-    tl.store(weights + at, product.to(tl.float16), g[None, :] < COLUMNS)
+    at = (request * num_kv_heads * HEADS_A_KV_HEAD + heads[None, :]) * 64 + j[:, None]
+    tl.store(weights + at, product.to(tl.float16), g[None, :] < HEADS_A_KV_HEAD)
     if head == 0:
         bins = tl.arange(0, BINS)
         tl.store(histograms + request * BINS + bins, tl.zeros((BINS,), tl.int32))
@@ -100,7 +99,7 @@ def weigh_kernel(
     wanted,
     rows,
     scores,  # (batch, max_count, NUM_HEADS) float16, in log2 units
-    stats,  # (batch, num_parts, 2, NUM_HEADS) float32, each part's maxima and sums of shares
+    stats,  # (batch, num_parts, 2, NUM_HEADS) float32, each part's references and sums of shares
     keys,  # (batch, max_count) int16, each candidate's bin
     histograms,
     max_count,

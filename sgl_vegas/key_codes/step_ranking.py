@@ -12,7 +12,6 @@ from sgl_vegas_kernels.ranking import (  # pyright: ignore[reportMissingImports]
     bit_order,
     num_parts,
     stats_size,
-    weight_columns,
 )
 
 from sgl_vegas.key_codes import kernels as triton_kernels
@@ -64,14 +63,11 @@ class StepRanking:
         self.wanted = buffer(num_rows, dtype=torch.int32)
         self._tables, self._candidates = tables, candidates
         self._group = num_heads // num_kv_heads
-        self._columns = weight_columns(self._group)
-        assert self._group <= self._columns, "the attention kernels have no more either"
-        self._score = score or CandidateScores(device)
-        # As the scoring kernel reads them, and so that signs stand for bits.
+        assert self._group <= 16, "the attention kernels have no more either"
+        self._score = score or CandidateScores(num_heads, num_kv_heads, device)
+        # As the scoring kernel reads them.
         self._weigh = self.codes.weigh[:, :, bit_order()].contiguous()
-        self._weights = buffer(
-            *(max_batch, num_kv_heads, self._columns, WORD_BITS), dtype=torch.float16
-        )
+        self._weights = buffer(max_batch, num_heads, WORD_BITS, dtype=torch.float16)
         self._scores = buffer(max_batch, max_count, num_heads, dtype=torch.float16)
         self._stats = buffer(stats_size(max_batch, num_heads), dtype=torch.float32)
         self._keys = buffer(max_batch, max_count, dtype=torch.int16)
@@ -145,12 +141,10 @@ class StepRanking:
             self._histograms,
             q.stride(0),
             num_kv_heads,
-            # Halved and negated: bits are scored by their signs, 1 and -1.
-            -0.5 * scale * kernels.LOG2E,
+            scale * kernels.LOG2E,
             HEAD_DIM=head_dim,
             DIM=max(triton.next_power_of_2(head_dim), 16),
             HEADS_A_KV_HEAD=self._group,
-            COLUMNS=self._columns,
         )
         self._score(
             self.words[layer],
