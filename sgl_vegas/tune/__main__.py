@@ -46,21 +46,26 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         bar.close()
     chosen = steps[-1].chosen
+    flags = {
+        "speculative-algorithm": "VEGAS",
+        "speculative-num-steps": f"{chosen.gamma}",
+        "vegas-sparsity-ratio": f"{chosen.ratio:g}",
+        "vegas-policy": options.policy,
+        **({"vegas-key-basis": options.key_basis} if options.key_basis else {}),
+    }
     options.config.write_text(
         "# By sgl_vegas.tune; tokens a second: "
         f"{chosen.mean:.0f}, without speculation {plain:.0f}; {measure.how}.\n"
-        "speculative-algorithm: VEGAS\n"
-        f"speculative-num-steps: {chosen.gamma}\n"
-        f"vegas-sparsity-ratio: {chosen.ratio:g}\n"
+        + "".join(f"{name}: {value}\n" for name, value in flags.items())
     )
     if options.plot is not None:
         plot(steps, plain, measure.how, options.plot)
     if options.out is not None:
         options.out.write_text(json.dumps(_report(steps, plain, measure.how), indent=1) + "\n")
-    _print(steps, plain, measure.how, options.config)
+    _print(steps, plain, measure.how, flags, options.config)
 
 
-def _print(steps: list[Step], plain: float, how: str, config: Path) -> None:
+def _print(steps: list[Step], plain: float, how: str, flags: dict[str, str], config: Path) -> None:
     for step in steps:
         print(f"\n{step.title}, in {step.unit}")
         for point in step.points:
@@ -72,10 +77,8 @@ def _print(steps: list[Step], plain: float, how: str, config: Path) -> None:
     print(f"Without speculation: {plain:.2f} tokens a second.")
     if chosen.mean <= plain:
         print("Speculation does not pay at this load; serve without it.")
-    print(
-        f"--speculative-algorithm VEGAS --speculative-num-steps {chosen.gamma} "
-        f"--vegas-sparsity-ratio {chosen.ratio:g}    (or --config {config})"
-    )
+    line = " ".join(f"--{name} {value}" for name, value in flags.items())
+    print(f"{line}    (or --config {config})")
 
 
 def _report(steps: list[Step], plain: float, how: str) -> dict[str, Any]:
@@ -104,6 +107,7 @@ def _measure(options: argparse.Namespace, progress: Progress) -> Estimate | Serv
         top_p=options.top_p,
         iterations=options.iterations,
         coverage_every=0,
+        key_basis=options.key_basis,
     )
     if options.gpu is None and torch.cuda.is_available():
         prompts = read_prompts(
@@ -111,6 +115,7 @@ def _measure(options: argparse.Namespace, progress: Progress) -> Estimate | Serv
             AutoTokenizer.from_pretrained(options.model_path),
             options.max_prompts,
         )
+        basis = ["--vegas-key-basis", options.key_basis] if options.key_basis else []
         return Served(
             options.model_path,
             prompts,
@@ -118,7 +123,7 @@ def _measure(options: argparse.Namespace, progress: Progress) -> Estimate | Serv
             options.temperature,
             options.top_p,
             options.batch,
-            [*options.server_flags, "--vegas-policy", options.policy],
+            [*options.server_flags, "--vegas-policy", options.policy, *basis],
             options.log,
             progress,
         )
@@ -155,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ratios", nargs="+", type=float, default=[0.03, 0.05, 0.07, 0.1, 0.15])
     add("--gammas", nargs="+", type=int, default=[3, 4, 5, 6, 7, 8, 10])
     add("--policy", default="vegas", help="as of --vegas-policy")
+    add("--key-basis", help="of vegas-refresh: what `python -m sgl_vegas.calibrate` wrote")
     add("--temperature", type=float, default=0.6, help="0 is greedy")
     add("--top-p", type=float, default=0.95)
     add("--iterations", type=int, default=40, help="of each prompt, at every token accepted")

@@ -123,6 +123,7 @@ def test_an_estimate_writes_a_config_that_the_server_takes(
                 *("--model-path", str(tmp_path), "--prompts", str(prompts), "--gpu", "H100"),
                 *("--ratios", "0.1", "0.5", "--gammas", "2", "4", "--iterations", "4"),
                 *("--config", str(config), "--out", str(out), "--plot", str(picture)),
+                *("--policy", "streaming"),
             ]
         )
     report = json.loads(out.read_text())
@@ -147,6 +148,7 @@ def test_an_estimate_writes_a_config_that_the_server_takes(
     assert args.speculative_algorithm == "VEGAS"
     assert args.speculative_num_steps == chosen["gamma"]
     assert float(args.vegas_sparsity_ratio) == chosen["ratio"]
+    assert args.vegas_policy == "streaming"
 
 
 TOKEN_S = 0.01
