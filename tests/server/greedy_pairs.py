@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,9 +41,14 @@ def answer_of(reply: dict[str, Any]) -> dict[str, Any]:
     return {
         "ids": reply["output_ids"],
         "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
-        "gaps": [best[0][0] - best[1][0] for best in meta["output_top_logprobs"]],
+        "gaps": [_gap(*best) for best in meta["output_top_logprobs"]],
         "accept_length": meta.get("spec_accept_length"),  # plain, and answers of one token: None
     }
+
+
+def _gap(best: list[Any], second: list[Any]) -> float:
+    # A grammar may leave no second token; JSON has no -inf for its log-probability.
+    return math.inf if second[0] is None else best[0] - second[0]
 
 
 def compare(plain: dict, vegas: dict, name: str) -> dict[str, Any]:

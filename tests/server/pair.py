@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from tests.tiny_model import VOCAB_SIZE, tiny_server
 # float32; a verify pass sums in another order than a decode step.
 LOGPROB_TOLERANCE = 2e-3
 TOGETHER = 12
+# What a request finds cached depends on who came first.
+CACHED = ("cached_tokens", "prompt_tokens_details")
 GREEDY = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
 
 
@@ -48,10 +50,8 @@ class Pair:
                 return list(clients.map(lambda body: server.request("POST", path, body), bodies))
 
         plain, vegas = ask(self.plain, plain_together), ask(self.vegas, TOGETHER)
-        # What a request finds cached depends on who came first.
-        cached = ("cached_tokens", "prompt_tokens_details")
         return [
-            compared(expected, answer, body, cached)
+            compared(expected, answer, body, CACHED)
             for expected, answer, body in zip(plain, vegas, bodies, strict=True)
         ]
 
@@ -67,16 +67,28 @@ class Pair:
 
 @contextmanager
 def start_pair(folder: Path) -> Iterator[Pair]:
-    """Both over the model in `folder`. They start at once: half of a start keeps one core busy."""
+    """Both over the tiny model in `folder`."""
     # A table takes about a KB, so that many requests at once overflow the table cache.
     flags = ("--enable-metrics", "--vegas-table-cache-gb", "0.00003")
+    with start_both(tiny_server(folder, algorithm=None), tiny_server(folder, *flags)) as pair:
+        yield pair
+
+
+@contextmanager
+def start_both(
+    plain: AbstractContextManager[Server], vegas: AbstractContextManager[Server]
+) -> Iterator[Pair]:
+    """They start at once: half of a start keeps one core busy."""
     with ExitStack() as stack:
         with ThreadPoolExecutor(2) as starts:
-            plain, vegas = (
-                starts.submit(stack.enter_context, server)
-                for server in (tiny_server(folder, algorithm=None), tiny_server(folder, *flags))
-            )
-        yield Pair(plain=plain.result(), vegas=vegas.result())
+            started = [starts.submit(stack.enter_context, server) for server in (plain, vegas)]
+        yield Pair(*(server.result() for server in started))
+
+
+def ask_all(server: Server, bodies: Sequence[dict[str, Any]], together: int) -> list[Any]:
+    """The answers of `/generate`, `together` at a time."""
+    with ThreadPoolExecutor(together) as clients:
+        return list(clients.map(lambda body: server.post("/generate", body), bodies))
 
 
 def compared(

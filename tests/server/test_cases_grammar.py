@@ -10,67 +10,23 @@ import random
 import re
 from typing import Any
 
-import jsonschema
 import pytest
 
+from tests.server.constraints import check_constraint, constrained, has_ended
 from tests.server.pair import Pair, generate_body, prompt
 
 pytestmark = pytest.mark.server
 
 NUM_CONSTRAINED = 200
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
-        "kind": {"enum": ["cat", "dog", "cow"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 999},
-        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["name", "kind", "age", "tags"],
-    "additionalProperties": False,
-}
-REGEXES = ("[a-f]{3,20}", "(yes|no|maybe), [0-9]{1,12}\\.", "([A-Z][a-z]{2}-){2}[0-9]+!", "x?y+z")
-EBNFS = (
-    'root ::= "f(" args ")"\nargs ::= [0-9]+ | [0-9]+ "," args',
-    'root ::= ("ab" | "cd") root | "."',
-)
-
-
-def constrained(index: int, generator: random.Random) -> dict[str, Any]:
-    kind = ("json_schema", "regex", "ebnf")[index % 3]
-    if kind == "json_schema":
-        constraint = json.dumps(SCHEMA)
-    else:
-        constraint = generator.choice(REGEXES if kind == "regex" else EBNFS)
-    sampling: dict[str, Any] = {kind: constraint, "ignore_eos": False, "max_new_tokens": 100}
-    if index % 4 == 3:
-        sampling |= {"temperature": 1.0}
-    if index % 5 == 4:
-        sampling |= {"max_new_tokens": generator.randrange(1, 14)}
-    return generate_body(prompt(generator.randrange(5, 90), salt=index), **sampling)
-
-
-def check_constraint(sampling: dict[str, Any], answer: dict[str, Any]) -> None:
-    text, ended = answer["text"], answer["meta_info"]["finish_reason"]["type"] == "stop"
-    if "json_schema" in sampling:
-        if ended:
-            jsonschema.validate(json.loads(text), SCHEMA)
-        else:
-            assert text.startswith("{")
-    elif "regex" in sampling:
-        if ended:
-            assert re.fullmatch(sampling["regex"], text), (sampling, text)
-    else:
-        whole = {EBNFS[0]: r"f\([0-9]+(,[0-9]+)*\)", EBNFS[1]: r"(ab|cd)*\."}[sampling["ebnf"]]
-        beginning = {EBNFS[0]: r"f?\(?[0-9,]*\)?", EBNFS[1]: r"(ab|cd)*[ac]?\.?"}
-        pattern = whole if ended else beginning[sampling["ebnf"]]
-        assert re.fullmatch(pattern, text), (sampling, text)
 
 
 def test_case_13_constraints_in_mixed_batches(tiny_pair: Pair) -> None:
     """Valid all of them; the greedy ones, and those without a constraint, as plain SGLang's."""
     generator = random.Random(13)
-    bodies = [constrained(index, generator) for index in range(NUM_CONSTRAINED)]
+    bodies = [
+        constrained(index, prompt(generator.randrange(5, 90), salt=index), generator)
+        for index in range(NUM_CONSTRAINED)
+    ]
     free = [generate_body(prompt(20 + n, salt=n)) for n in range(NUM_CONSTRAINED // 5)]
     greedy = [body for body in bodies if body["sampling_params"]["temperature"] == 0] + free
     generator.shuffle(greedy)
@@ -78,7 +34,7 @@ def test_case_13_constraints_in_mixed_batches(tiny_pair: Pair) -> None:
     for body, answer in zip(greedy, tiny_pair.check(greedy), strict=True):
         if body not in free:
             check_constraint(body["sampling_params"], answer)
-            ended += answer["meta_info"]["finish_reason"]["type"] == "stop"
+            ended += has_ended(answer)
     assert ended > NUM_CONSTRAINED // 3  # most of them end by their grammar
     sampled = [body for body in bodies if body["sampling_params"]["temperature"] > 0]
     answers = tiny_pair.vegas.post(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from typing import Any
 
@@ -28,6 +29,14 @@ NUM_REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "600"))
 CHECK_EVERY = 50
 ANSWER_WITHIN_S = 60
 SERVER_ERROR = 500
+# What plain SGLang may let through: messages of sgl_vegas/request_check.py, and one of SGLang's own
+# scheduler beside any speculative decoding.
+REFUSED_HERE = re.compile(
+    r"positional_embed_overrides can't be sent as JSON\.|The prompt has no tokens\."
+    r"|input_ids contains -?\d+, which is not in the vocabulary|sampling_params must be an object\."
+    r"|sampling_params has no .|sampling_params, \w+: .|logit_bias of \S+ is not within .* of 0\."
+    r"|return_sampling_mask is not supported with speculative decoding\."
+)
 
 
 def send(server: Server, path: str, body: Any) -> tuple[int, Any]:
@@ -55,6 +64,11 @@ def is_greedy(body: Any) -> bool:
     return isinstance(sampling, dict) and sampling.get("temperature") == 0
 
 
+def is_plain_refusal(status: int, answer: Any) -> bool:
+    """Whether nothing stands behind a refusal but the request, so that plain SGLang must agree."""
+    return status == requests.codes.bad_request and not REFUSED_HERE.search(json.dumps(answer))
+
+
 def emitted(answer: Any) -> list[list[int]]:
     return [one["output_ids"] for one in (answer if isinstance(answer, list) else [answer])]
 
@@ -73,9 +87,11 @@ def check_answer(body: Any, answer: Any) -> None:
 def test_case_23_any_request_leaves_the_server_alive(
     tiny: tuple[Server, Any], tiny_pair: Pair
 ) -> None:
-    """What plain SGLang says is asked where it matters: of greedy answers, and of server errors."""
+    """What plain SGLang says is asked where it matters: of greedy answers, and of errors and
+    refusals that speculation has no part in."""
     server, model = tiny
     statuses: Counter[tuple[str, int]] = Counter()
+    alike: Counter[str] = Counter()
     usual = prompt(90)
 
     @seed(23)
@@ -94,13 +110,14 @@ def test_case_23_any_request_leaves_the_server_alive(
         except requests.exceptions.ConnectionError:
             pytest.fail(f"no answer to {path} {body}")
         statuses[path, status] += 1
-        if status >= SERVER_ERROR:
-            # Raised by SGLang's front, whose handler answers 500: nothing reaches a scheduler.
-            assert send(tiny_pair.plain, path, body)[0] == status, (path, body)
+        if status >= SERVER_ERROR or is_plain_refusal(status, answer):
+            # A server error is raised by SGLang's front: nothing reaches a scheduler.
+            alike["refused"] += 1
+            assert send(tiny_pair.plain, path, body)[0] == status, (path, body, answer)
         elif path == "/generate" and status == requests.codes.ok and answer is not None:
             check_answer(body, answer)
             if is_greedy(body):
-                statuses["compared", status] += 1
+                alike["answered"] += 1
                 expected = send(tiny_pair.plain, path, body)[1]
                 assert emitted(answer) == emitted(expected), body
         if sum(statuses.values()) % CHECK_EVERY == 0 or status >= SERVER_ERROR:
@@ -108,7 +125,7 @@ def test_case_23_any_request_leaves_the_server_alive(
             check_greedy(model, usual, again["output_ids"])
 
     attack()
-    print({f"{path} {status}": count for (path, status), count in sorted(statuses.items())})
+    print({f"{path} {status}": count for (path, status), count in sorted(statuses.items())}, alike)
     assert_nothing_is_held(server)
-    for what in (("/generate", 200), ("/generate", 400), ("compared", 200)):
-        assert statuses[what] > NUM_REQUESTS // 50, what
+    for count in (statuses["/generate", 200], alike["answered"], alike["refused"]):
+        assert count > NUM_REQUESTS // 50

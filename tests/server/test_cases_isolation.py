@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import ServerSlot
-from tests.server.pair import GREEDY, Pair, generate_body, prompt
+from tests.server.pair import (
+    CACHED,
+    GREEDY,
+    Pair,
+    assert_same,
+    generate_body,
+    prompt,
+    seen,
+    start_pair,
+)
 from tests.server_process import Server
 from tests.tiny_model import check_greedy, tiny_server
 
@@ -23,11 +32,21 @@ KEY, ADMIN_KEY = "a-users-key", "the-admins-key"
 # Answered to anybody, as SGLang documents: probes and metrics.
 OPEN = ("/health", "/metrics")
 UNLISTED = ("/v1/loads", "/metrics", "/openapi.json", "/docs")
+CHAT = "/v1/chat/completions"
 SECRET = "Xq7Zk"
 
 
 @pytest.fixture(scope="module")
-def locked(server_slot: ServerSlot, tiny_model: tuple[Path, Any]) -> Iterator[Server]:
+def told_plainly(server_slot: ServerSlot, tiny_model: tuple[Path, Any]) -> dict[str, Any]:
+    """What plain SGLang, without a parser, answers to the chats of `REASONED`."""
+    pair = server_slot.hold("tiny_pair", lambda: start_pair(tiny_model[0]))
+    return {case: pair.plain.post(CHAT, reasoned_body(case)) for case in REASONED}
+
+
+@pytest.fixture(scope="module")
+def locked(
+    told_plainly: dict[str, Any], server_slot: ServerSlot, tiny_model: tuple[Path, Any]
+) -> Iterator[Server]:
     """A server with both keys, and a parser that takes all text for reasoning.
 
     Not the pair's: with a reasoning parser, SGLang 0.5.17 compiles no grammar by llguidance.
@@ -130,15 +149,19 @@ REASONED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", REASONED)
-def test_case_12_reasoning(locked: Server, case: str) -> None:
-    """Whole and streamed, what is told as reasoning is what is told as text without the parser."""
-    path, key = "/v1/chat/completions", with_key(KEY)
+def reasoned_body(case: str) -> dict[str, Any]:
     body = {"model": "default", "messages": [{"role": "user", "content": "Why?"}], "temperature": 0}
-    body |= {"max_tokens": 60, **REASONED[case]}
+    return {**body, "max_tokens": 60, **REASONED[case]}
+
+
+@pytest.mark.parametrize("case", REASONED)
+def test_case_12_reasoning(locked: Server, told_plainly: dict[str, Any], case: str) -> None:
+    """Whole and streamed, what is told as reasoning is what plain SGLang tells as text."""
+    key, body, plain = with_key(KEY), reasoned_body(case), told_plainly[case]
     plainly = {**body, "separate_reasoning": False}
-    plain = locked.request("POST", path, plainly, **key).json()
-    whole = locked.request("POST", path, body, **key).json()
+    apart = locked.request("POST", CHAT, plainly, **key).json()
+    assert_same(seen(plain, CACHED), seen(apart, CACHED), case)
+    whole = locked.request("POST", CHAT, body, **key).json()
     text, message = (
         plain["choices"][0]["message"]["content"].strip(),
         whole["choices"][0]["message"],
@@ -151,7 +174,7 @@ def test_case_12_reasoning(locked: Server, case: str) -> None:
     assert whole["usage"]["reasoning_tokens"] <= tokens
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     thought, usage = "", {}
-    for chunk in locked.events(path, streamed, **key):
+    for chunk in locked.events(CHAT, streamed, **key):
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             thought += choice["delta"].get("reasoning_content") or ""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,9 @@ from tests.server.engine import engine_answers
 from tests.server_process import Server, free_port, start, stop, wait_until_healthy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
+
+# While all run, a poll of the server's load must see it.
+NEW_TOKENS = 256
 
 
 def test_launch_server(server_slot: ServerSlot, model_path: Path, tmp_path: Path) -> None:
@@ -40,8 +46,28 @@ def test_launch_server(server_slot: ServerSlot, model_path: Path, tmp_path: Path
             assert len(body["output_ids"]) == 128
         complete = server.complete("The capital of France is", temperature=0, max_tokens=8)
         assert "Paris" in complete["choices"][0]["text"]
+        fill(server, load_tokenizer(model_path))
     finally:
         stop(process)
+
+
+def fill(server: Server, tokenizer: Any) -> None:
+    """As many requests as run at once, as long as the context and the pool allow: all answered."""
+    info = server.get("/server_info").json()
+    count = info["internal_states"][0]["effective_max_running_requests_per_dp"]
+    room = min(info["max_req_input_len"], info["max_total_num_tokens"] // count) - NEW_TOKENS
+    ids = list(itertools.chain.from_iterable(p.ids for p in acceptance_prompts(tokenizer)))
+    # They start at different places, so that none finds another's prefix.
+    prompts = [(ids[n * 97 :] + ids)[:room] for n in range(count)]
+    running = 0
+    with ThreadPoolExecutor(1) as client:
+        answers = client.submit(
+            server.generate, prompts, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
+        )
+        while not answers.done():
+            running = max(running, server.load()["num_running_reqs"])
+    assert running == count
+    assert [len(answer["output_ids"]) for answer in answers.result()] == [NEW_TOKENS] * count
 
 
 def test_engine(server_slot: ServerSlot, model_path: Path) -> None:
