@@ -75,7 +75,8 @@ def _filter_by_sorting(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if rows.renormalise_between:
         kept_mass = (ordered * keep).sum(dim=-1)
         scale = torch.where(rows.min_ps > 0, kept_mass, scale)
-    keep &= mass_before <= (rows.top_ps * scale).unsqueeze(1)
+    # Rounded up, the mass before a tail can pass 1, which must not cut it off.
+    keep &= (mass_before <= (rows.top_ps * scale).unsqueeze(1)) | (rows.top_ps >= 1).unsqueeze(1)
     # The largest probability is the first, and renormalising keeps the ratio to it.
     keep &= ordered >= ordered[:, :1] * rows.min_ps.unsqueeze(1)
     return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)

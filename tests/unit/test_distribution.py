@@ -116,6 +116,15 @@ def test_a_batch_of_different_requests(sequential: bool, seed: int) -> None:
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_top_p_of_one_cuts_no_tail(sequential: bool) -> None:
+    """Some of so many rows have a float32 mass that passes 1 before their last tokens."""
+    rows = 4000
+    requests = [(0.6, TOP_K_ALL, 1.0, 1e-30 if sequential else 0.0)] * rows
+    got = probabilities(random_logits(rows, seed=9), sampling_rows(requests, sequential))
+    assert (got > 0).all()
+
+
 def test_the_two_orders_differ_where_min_p_and_top_k_meet() -> None:
     """Guards the test above: its two modes are not the same thing."""
     request = (1.3, 12, 0.7, 0.05)
