@@ -46,8 +46,9 @@ CHURNS = ((4, 6), (8, 20))
 FLAGS = (
     *("--cuda-graph-bs-decode", *GRAPHS, "--cuda-graph-backend-prefill", "disabled"),
     *("--max-running-requests", str(SLOTS), "--max-total-tokens", str(POOL_TOKENS)),
-    # Requests are admitted as if they would hardly generate, so that the pool overflows.
-    *("--schedule-conservativeness", "0.01"),
+    # Requests are admitted as if they would hardly generate, but for those of the same prefill batch:
+    # in many batches, so that the pool overflows.
+    *("--schedule-conservativeness", "0.01", "--chunked-prefill-size", "2048"),
 )
 VEGAS_FLAGS = ("--vegas-speculate-above", "0", "--vegas-min-tokens", "64")
 
