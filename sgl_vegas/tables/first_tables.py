@@ -60,7 +60,9 @@ class FirstTables:
             # Under overlap the output may be an iteration's tokens short.
             seq_len = len(req.origin_input_ids) + len(req.output_ids) - 1
             total += seq_len + 2 * self._config.num_draft_tokens
-            if self._makes_table(seq_len, total):
+            # Where overlap waits for a grammar, a request can have ended, and given its row back,
+            # before the last pass that it is in.
+            if req.req_pool_idx is not None and self._makes_table(seq_len, total):
                 self._know(req, seq_len)
 
     def _makes_table(self, seq_len: int, total: int) -> bool:

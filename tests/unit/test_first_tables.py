@@ -134,6 +134,21 @@ def test_a_verify_pass_makes_tables_new() -> None:
     assert world.tables.known_bases[3] == 56  # the newest token's KV is the pass's own
 
 
+def test_a_request_that_ended_takes_no_row() -> None:
+    """Under overlap with a grammar, results are read before the next pass, which it is still in."""
+    world = World()
+    batch: Any = SimpleNamespace(
+        reqs=[
+            SimpleNamespace(req_pool_idx=row, origin_input_ids=[0] * 50, output_ids=[0] * 7)
+            for row in (None, 3)
+        ]
+    )
+    before = list(world.tables.known_bases)
+    world.first.verified(batch)
+    before[3] = 56
+    assert world.tables.known_bases == before
+
+
 def test_what_exceeds_the_scores_room_is_known_to_have_no_table() -> None:
     world = World("prompt")
     world.first.connected = False
