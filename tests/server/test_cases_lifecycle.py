@@ -21,6 +21,7 @@ from tests.server.pair import (
     ask_all,
     assert_same,
     generate_body,
+    one_call,
     prompt,
     seen,
 )
@@ -34,6 +35,9 @@ CLIENTS = 16
 NUM_MIXED = 500
 # New tokens of a long request.
 LONG = 70
+NUM_CHURNED, DISTINCT = 2_000, 100
+# Calls at a time, and requests in each: more than there are rows.
+CALLS, CALL_SIZE = 8, 20
 
 
 def num_aborted(server: Server) -> float:
@@ -165,3 +169,23 @@ def test_case_17_disconnects_at_any_time(tiny: tuple[Server, Any]) -> None:
         for n, answer in enumerate(beside):
             check_greedy(model, prompt(50 + n), answer.result()["output_ids"])
     assert_nothing_is_held(server)
+
+
+def test_case_19_churned_through_few_rows(tiny_pair: Pair) -> None:
+    """Each answer is plain SGLang's, whom each distinct request is sent alone."""
+    generator = random.Random(19)
+    bodies = [
+        generate_body(
+            # Some within the budget of selected positions; many have a prefix in common.
+            prompt(generator.randrange(1, 200), salt=generator.randrange(8)),
+            max_new_tokens=generator.randrange(1, 13),
+        )
+        for _ in range(DISTINCT)
+    ]
+    alone = [answer["output_ids"] for answer in ask_all(tiny_pair.plain, bodies, 1)]
+    drawn = [generator.randrange(DISTINCT) for _ in range(NUM_CHURNED)]
+    batches = [drawn[first : first + CALL_SIZE] for first in range(0, NUM_CHURNED, CALL_SIZE)]
+    asked = [one_call([bodies[n] for n in batch]) for batch in batches]
+    for batch, replies in zip(batches, ask_all(tiny_pair.vegas, asked, CALLS), strict=True):
+        assert [reply["output_ids"] for reply in replies] == [alone[n] for n in batch]
+    assert_nothing_is_held(tiny_pair.vegas)

@@ -21,7 +21,7 @@ from tests.prompts import Prompt
 from tests.server import greedy_pairs
 from tests.server.constraints import check_constraint, constrained, has_ended
 from tests.server.idle import assert_nothing_is_held
-from tests.server.pair import Pair, ask_all, generate_body, start_both
+from tests.server.pair import Pair, ask_all, generate_body, one_call, start_both
 from tests.server.retraction import overfill
 from tests.server_process import launch_server
 
@@ -46,8 +46,8 @@ CHURNS = ((4, 6), (8, 20))
 FLAGS = (
     *("--cuda-graph-bs-decode", *GRAPHS, "--cuda-graph-backend-prefill", "disabled"),
     *("--max-running-requests", str(SLOTS), "--max-total-tokens", str(POOL_TOKENS)),
-    # Requests are admitted as if they would hardly generate, but for those of the same prefill batch:
-    # in many batches, so that the pool overflows.
+    # Requests are admitted as if those of earlier prefill batches would hardly generate: in many
+    # batches, so that the pool overflows.
     *("--schedule-conservativeness", "0.01", "--chunked-prefill-size", "2048"),
 )
 VEGAS_FLAGS = ("--vegas-speculate-above", "0", "--vegas-min-tokens", "64")
@@ -170,12 +170,6 @@ def churn_bodies(prompts: Sequence[Prompt], generator: random.Random) -> list[di
     return bodies
 
 
-def one_call(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The same requests in one body of `/generate`, which answers by a list."""
-    keys = ("input_ids", "sampling_params")
-    return logged({key: [body[key] for body in bodies] for key in keys})
-
-
 def test_case_19_churned_through_few_rows(pair: Pair, prompts: list[Prompt]) -> None:
     """Each answer as plain SGLang's, whom each distinct request is sent alone."""
     generator = random.Random(19)
@@ -184,6 +178,7 @@ def test_case_19_churned_through_few_rows(pair: Pair, prompts: list[Prompt]) -> 
     for calls, size in CHURNS:
         drawn = [generator.randrange(DISTINCT) for _ in range(NUM_CHURNED // len(CHURNS))]
         batches = [drawn[first : first + size] for first in range(0, len(drawn), size)]
-        replies = ask_all(pair.vegas, [one_call([bodies[n] for n in b]) for b in batches], calls)
+        asked = [logged(one_call([bodies[n] for n in batch])) for batch in batches]
+        replies = ask_all(pair.vegas, asked, calls)
         check_near_ties([alone[n] for n in drawn], list(itertools.chain.from_iterable(replies)))
     assert_nothing_is_held(pair.vegas)
