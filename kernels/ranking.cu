@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const RankingParams p) 
       for (int i = 0; i < 2; ++i) {
         const float scores[4] = {c[0][product][i], c[0][product][2 + i], c[1][product][i],
                                  c[1][product][2 + i]};
-        // Whatever comes later is compared with a thread's first scores: floats reach 2^127 above.
+        // Whatever comes later is compared with a thread's first scores: exact up to 2^127 above them.
         if (first)
           references[product][i] = fmaxf(fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])),
                                          kLow);
@@ -267,7 +267,8 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const RankingParams p) 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float reference = references[product][i];
-      // A head whose scores reach further apart than floats counts for little, but spoils none.
+      // Of a head whose scores reach further above its first ones, the sum is too small, or infinite
+      // where many do: its list is a worse one, and no output another.
       float sum = fminf(sums[product][i], 1e38f);
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) {

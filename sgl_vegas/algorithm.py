@@ -22,6 +22,7 @@ from sgl_vegas.sglang_compat import (
     SpeculativeAlgorithm,
     attention_backends_of,
     disable_cuda_graphs,
+    disable_overlap_on_cpu,
     register_prefix_cache,
     resolved_view,
 )
@@ -89,6 +90,7 @@ class VegasSpecAlgo(CustomSpecAlgo):
             # SGLang's use of xgrammar ends the scheduler there: pinned masks, GPU-only kernels.
             server_args.grammar_backend = "llguidance"
             logger.warning("Grammar backend is set to llguidance: xgrammar needs a GPU.")
+        disable_overlap_on_cpu(server_args)
         config = VegasConfig.from_env(server_args.speculative_num_steps)
         if config.reuses_tables and server_args.radix_cache_backend in (None, PREFIX_CACHE):
             server_args.radix_cache_backend = PREFIX_CACHE

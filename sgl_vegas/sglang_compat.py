@@ -14,6 +14,7 @@ from typing import Any
 import sglang
 import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.arg_groups.speculative_hook import _disable_overlap_schedule_for_cpu
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.distributed.parallel_state import graph_capture
@@ -109,6 +110,7 @@ __all__ = [
     "build_grammar_vocab_mask",
     "compute_spec_v2_logprobs",
     "disable_cuda_graphs",
+    "disable_overlap_on_cpu",
     "forward_context",
     "free_memory",
     "generate_simulated_accept_index",
@@ -120,7 +122,6 @@ __all__ = [
     "hook_internal_state",
     "hook_request_check",
     "hook_row_width",
-    "ignore_streams_on_cpu",
     "is_registered",
     "python_tree_problem",
     "record_stream_each",
@@ -302,10 +303,9 @@ def assert_hooks_took() -> None:
         )
 
 
-def ignore_streams_on_cpu() -> None:
-    """All that SGLang's overlap schedule lacks for speculation on a CPU: there, a tensor refuses to
-    be told of a stream that reads it."""
-    torch.Tensor.record_stream = lambda self, s: None  # pyright: ignore[reportAttributeAccessIssue]
+def disable_overlap_on_cpu(server_args: ServerArgs) -> None:
+    """As EAGLE does: SGLang's overlap schedule for speculation needs a GPU."""
+    _disable_overlap_schedule_for_cpu(server_args)
 
 
 def disable_cuda_graphs(server_args: ServerArgs) -> None:

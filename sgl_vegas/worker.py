@@ -39,7 +39,6 @@ from sgl_vegas.sglang_compat import (
     assert_hooks_took,
     free_memory,
     graph_batch_sizes,
-    ignore_streams_on_cpu,
     samples_with_flashinfer,
     set_time_batch,
     spec_stage_span,
@@ -98,9 +97,7 @@ class VegasWorker(BaseSpecWorker):
         self.tables = self._make_tables()
         self.first_tables = FirstTables(self.policy, self.tables, self._make_prefix_tables())
         self.workspace = None
-        if self.device == "cpu":
-            ignore_streams_on_cpu()
-        else:
+        if self.device != "cpu":
             self.workspace = self._make_workspace()
             if self.workspace.scores is not None:
                 self.tables.references = self.workspace.scores.score_ref.flatten(2)

@@ -66,10 +66,10 @@ def fill(server: Server, tokenizer: Any) -> None:
         )
         while not answers.done():
             running = max(running, server.load()["num_running_reqs"])
+    assert [len(answer["output_ids"]) for answer in answers.result()] == [NEW_TOKENS] * count
     # SGLang counts the row of a prompt that it is in the middle of twice, so that the last of these
     # requests may have to wait.
     assert count - 1 <= running <= count
-    assert [len(answer["output_ids"]) for answer in answers.result()] == [NEW_TOKENS] * count
 
 
 def test_engine(server_slot: ServerSlot, model_path: Path) -> None:

@@ -45,8 +45,8 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 def assert_cached_alike(plain: int, vegas: int) -> None:
     """VEGAS caches no token that plain SGLang does not, and at most the answer's last one less.
 
-    That token's KV is written by the step after it, which overlap scheduling has launched already;
-    VEGAS keeps it if it was drafted.
+    That token's KV is written by the step after it: overlap scheduling, on in plain SGLang here,
+    has launched that step already; VEGAS on a CPU runs without overlap.
     """
     assert plain - 1 <= vegas <= plain
 
